@@ -123,7 +123,7 @@ def build_api(
     app.state.broadcaster = Broadcaster(models)
     recognizer: Recognizer | None = None
     if config.whisper is not None:
-        recognizer = plugin_table.load("whisper").WhisperProcess(config.whisper)
+        recognizer = plugin_table.load_plugin("whisper").WhisperProcess(config.whisper)
     app.state.transcriber = Transcriber(models, bodies, recognizer)
     errors.install(app, anthropic_serving.ERRORS | ollama_serving.ERRORS)
     app.state.ledger, app.state.accounts = ledger, accounts

@@ -16,9 +16,10 @@ from serve_app.base.formats import (
     Quantization,
     block_size,
 )
-from serve_app.config.defaults import MAX_STALL_MS
 
 KernelsName = Literal["llama.cpp", "openvino"]
+MAX_STALL_MS: float = 250
+"""The longest that streams wait for others' prompts, in milliseconds, if nothing else is configured."""
 
 
 @dataclass(frozen=True, slots=True)

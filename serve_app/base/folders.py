@@ -54,8 +54,8 @@ class BoundedFolder:
         return {path.name for path in folders if not path.name.startswith(".")}
 
     def lacking(self, n_new: int, n_all: int, others: Iterable[str]) -> int:
-        """The bytes that are too many, beyond the bound or beyond the disk, if `n_new` more are written for
-        a model of `n_all` beside the others."""
+        """The bytes beyond the bound or the disk, if `n_new` more are written for a model of `n_all` beside
+        the others."""
         lacking = n_new + SPARE_BYTES - shutil.disk_usage(self.path).free
         if self.max_bytes is not None:
             present = sum(files_bytes(self.path / name) for name in others)

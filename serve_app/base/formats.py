@@ -24,8 +24,8 @@ BackendName = Literal["auto", "llama.cpp", "openvino"]
 """Kernels that compute a model; `auto` measures which are faster."""
 
 Quantization = Literal["w8a8"]
-"""How the products of layers are rounded further than in the file: weights to 8 bits with a scale for each
-row of a matrix, and activations to 8 bits with a scale for each token. The names are vLLM's."""
+"""How the products of layers are rounded further than in the file. Weights have 8 bits with a scale for
+each row of a matrix, and activations have 8 bits with a scale for each token. The names are vLLM's."""
 
 EmbeddingPooling = Literal["none", "mean", "cls", "last", "rank"]
 """How the vectors of a text's tokens become one: not at all, their mean, the first's, the last's, a score
@@ -78,10 +78,9 @@ class CacheLayout:
     @classmethod
     def read(cls, lines: Sequence[str], per_layer: float, n_seq_max: int) -> CacheLayout | None:
         """The layout that llama.cpp's log lines tell; None if they do not say. `per_layer` are the bytes of
-        one token in one layer as the model's file has it: if they fit what llama.cpp says, they are not
-        rounded."""
-        parts = [found for found in map(_KEYS_VALUES.search, lines) if found]
-        recurrent = [found for found in map(_RECURRENT.search, lines) if found]
+        one token in one layer by the model's file. They are not rounded if they fit what llama.cpp says."""
+        parts = [match for match in map(_KEYS_VALUES.search, lines) if match]
+        recurrent = [match for match in map(_RECURRENT.search, lines) if match]
         if not (parts or recurrent) or len(parts) > 2:
             return None
         tokens, total = [0, 0], 0
@@ -92,7 +91,7 @@ class CacheLayout:
             n_bytes = exact if abs(exact - said) <= 2 * _ROUNDED_BYTES else said
             tokens[i] = round(n_bytes / n_cells)
             total += round(n_bytes)
-        states = round(sum(float(found[1]) * 2**20 for found in recurrent))
-        n_states = 1 + max((int(found[3]) for found in recurrent), default=0)
+        states = round(sum(float(match[1]) * 2**20 for match in recurrent))
+        n_states = 1 + max((int(match[3]) for match in recurrent), default=0)
         present = states // n_states
         return cls(tokens[0], tokens[1], present // n_seq_max, total + states, states - present)

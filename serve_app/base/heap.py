@@ -13,16 +13,16 @@ _LARGE = 4 * 2**20
 _MOST_KEPT, _ARENAS = 8 * 2**20, 2
 _SOON_S = 0.2
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""The environment of a process whose large blocks, such as weights and KV caches, are in pages of 2 MiB,
-where the system gives such pages to who asks. Each pass reads all weights, by a 512th of the addresses.
+"""The environment of a process whose large blocks, such as weights and KV caches, are in pages of 2 MiB.
+The system must give such pages to who asks. Each pass reads all weights, by a 512th of the addresses.
 Source: "Memory Allocation Tunables" in glibc's manual."""
 
 
 def give_back() -> None:
     """Have large blocks given back as soon as they are freed from now on. Of the room that smaller blocks
-    leave, little is kept, in few places. By itself, glibc learns from the largest block that was freed to
-    keep such blocks, for each thread: a process that once had large bodies or grammars stays that large.
-    Elsewhere than with glibc, nothing happens. Any thread, once, early."""
+    leave, little is kept, in few places. By itself, each thread's glibc keeps blocks as large as the
+    largest that was freed. So a process that once had large bodies or grammars stays that large. Elsewhere
+    than with glibc, nothing happens. Any thread, once, early."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -56,8 +56,8 @@ def leave_all() -> None:
 
 
 class FolderLocks:
-    """The locks of the parts of a folder: whoever has a part open holds its lock shared until the process
-    ends, and whoever changes the part holds the lock alone. Any thread may call."""
+    """The locks of the parts of a folder. Whoever has a part open holds its lock shared until the process
+    ends. Whoever changes the part holds the lock alone. Any thread may call."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -14,8 +14,8 @@ MOST_PER_S = 50
 
 
 class AccessLogBound(logging.Filter):
-    """Lets so many lines of the access log through each second: each takes as long as to refuse a request,
-    and a flood of those would fill the disk. The next line says how many were left out."""
+    """Lets so many lines of the access log through each second. Each takes as long as to refuse a request,
+    and a flood would fill the disk. The next line says how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class OneLine(logging.Filter):
         is_own = record.name.partition(".")[0] == "corral"
         if is_own or getattr(record, "serve_access_log", False):
             message = record.getMessage()
-            record.msg, record.args = _CONTROL.sub(_escaped, message), ()
+            record.msg, record.args = _CONTROL.sub(_escape, message), ()
         return True
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
 
 

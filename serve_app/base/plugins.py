@@ -13,6 +13,6 @@ PLUGINS = {
 """The module of each plugin, by the plugin's name."""
 
 
-def load(name: str) -> Any:
+def load_plugin(name: str) -> Any:
     """Import the plugin's module. Raises KeyError for an unknown name, and ImportError."""
     return import_module(PLUGINS[name])

@@ -345,7 +345,7 @@ class SamplingParams:
         return not self.mirostat and (self.samplers is None or sampler in self.samplers)
 
 
-def _declared() -> tuple[Parameter, ...]:
+def _find_parameters() -> tuple[Parameter, ...]:
     hints = get_type_hints(SamplingParams, include_extras=True)
     return tuple(
         Parameter(one.name, hints[one.name], one.default, **one.metadata)
@@ -354,7 +354,7 @@ def _declared() -> tuple[Parameter, ...]:
     )
 
 
-PARAMETERS = _declared()
+PARAMETERS = _find_parameters()
 CHAIN = tuple(dict.fromkeys(one.sampler for one in PARAMETERS if one.sampler is not None))
 """llama-server's names of Corral's samplers, in their order."""
 EXTRA = ("infill", "adaptive_p")

@@ -139,8 +139,8 @@ class GenerationRequest:
 
     id: str
     prompt: tuple[int, ...]
-    """Token ids of the model's own vocabulary, at least one, shorter than a slot's context; and MEDIUM for
-    each of `media`, until an engine has put their own tokens there."""
+    """Token ids of the model's own vocabulary: at least one, and fewer than a slot's context. MEDIUM stands
+    for each of `media` until an engine puts its tokens there."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     client: str = ""
     """The client that sent the request: slots are shared fairly among clients."""
@@ -197,7 +197,7 @@ class GenerationRequest:
         return self.cache_group + used
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def all_tokens(self) -> tuple[int, ...]:
         """All tokens to be computed before its next one."""
         return self.prompt + self.generated
 
@@ -231,8 +231,8 @@ class Timings:
     stalled_s: float = 0.0
     """The part of `decode_s` in which others were computed, or nobody, but not this request."""
     preempted_s: float = 0.0
-    """The part of `prefill_s` and `decode_s` without a slot: the cache was full, the client had more than
-    its share, or a request came for which this one stepped back."""
+    """The part of `prefill_s` and `decode_s` without a slot. The cache was full, the client had more than
+    its share, or this request stepped back for another one."""
     n_preemptions: int = 0
     mean_batch: float = 0.0
     """Sequences that were computed together with this one, itself among them, on average."""
@@ -385,10 +385,10 @@ class TokenDelta:
         return TokenDelta("", (), self.end)
 
     def then(self, later: TokenDelta) -> TokenDelta:
-        return TokenDelta.joined((self, later))
+        return TokenDelta.join((self, later))
 
     @classmethod
-    def joined(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
+    def join(cls, deltas: Sequence[TokenDelta]) -> TokenDelta:
         """Deltas of a request in their order as one, with the end of the last."""
         return cls(
             "".join(delta.text for delta in deltas),
@@ -424,8 +424,8 @@ class ReplicaStats:
     numa_node: int | None = None
     """The NUMA node that has all of them, if one has."""
     latencies: dict[str, dict[float, int]] = field(default_factory=dict)
-    """The latencies of the last five minutes: how many first tokens (`ttft_s`) and gaps (`itl_s`) took up
-    to so many seconds, and more than the bound before; bounds are 10% apart."""
+    """The latencies of the last five minutes. They are how many first tokens (`ttft_s`) and gaps (`itl_s`)
+    took more than the bound before, and up to so many seconds. Bounds are 10% apart."""
     placement: str = ""
     """Why it is there, why there are so many replicas, and the memory that these divide."""
     stage: dict[str, Any] | None = None

@@ -16,9 +16,9 @@ MAX_BLOCKS = 2048
 """Most blocks that a replica reports: 64 Ki tokens in 10 KiB."""
 
 Chain = tuple[int, ...]
-"""A hash for each whole block of a prompt, made of the block's tokens and the hash before. The first one
-is made of the cache group, too, so equal hashes mean equal prompts of one group up to there. 32 bits are
-enough, because a collision costs no more than a worse choice."""
+"""A hash for each whole block of a prompt, made of the block's tokens and the hash before. The first one is
+made of the cache group, too. So equal hashes mean equal prompts of one group up to there. A hash has 32
+bits, because a collision costs no more than a worse choice."""
 
 
 def chain(tokens: Sequence[int], group: str = SHARED_GROUP) -> Chain:

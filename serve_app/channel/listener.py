@@ -118,8 +118,8 @@ class Listener:
     def __init__(
         self, node_id: str, host: str, receiver_of: Callable[[str], ReportReceiver] | None = None
     ) -> None:
-        """Ray's id and address of this node, or no address if all replicas are on it; who hears a replica
-        with that id, if anybody does."""
+        """`node_id` and `host` are Ray's id and address of this node; no address if all replicas are on it.
+        `receiver_of` finds who hears a replica."""
         self._receiver_of = receiver_of
         self._node_id = node_id
         self._host = host
@@ -185,7 +185,7 @@ class Listener:
         finally:
             del self._calls[call.number]
 
-    def came(self, connection: _Connection) -> None:
+    def on_connection(self, connection: _Connection) -> None:
         self._strangers[connection] = None
         if len(self._strangers) > _MOST_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -209,8 +209,8 @@ class Listener:
     def take(self, connection: _Connection, body: bytes) -> None:
         """A frame. Raises msgspec.MsgspecError if it is none.
 
-        If Serve believes a replica lost, it may send the same call to another one, while the first one is
-        at it: who answers first is heard, and nobody else."""
+        If Serve believes a replica lost, it may send the same call to another one, while the first works.
+        Who answers first is heard, and nobody else."""
         report = protocol.report(body)
         if report is not None:
             if connection.receiver is not None:
@@ -222,7 +222,7 @@ class Listener:
                 call.channel = connection
                 call.push(delta)
 
-    def left(self, connection: _Connection) -> None:
+    def on_leave(self, connection: _Connection) -> None:
         """A connection is gone: what it was to bring does not come."""
         self._strangers.pop(connection, None)
         self._connections.discard(connection)
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
         if connection.family != socket.AF_UNIX:
             keep_alive(connection)
         self._timer = asyncio.get_running_loop().call_later(CONNECT_S, self._doubt)
-        self._listener.came(self)
+        self._listener.on_connection(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -275,7 +275,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._timer.cancel()
-        self._listener.left(self)
+        self._listener.on_leave(self)
 
     def _doubt(self) -> None:
         if not self._is_known:

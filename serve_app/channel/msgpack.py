@@ -1,6 +1,6 @@
 """MessagePack between Corral's processes.
 
-Nothing is made of a message but a value of the type that its reader expects: the sender may be a process
+Nothing is made of a message but a value of the type that its reader expects. The sender may be a process
 that a client has taken over.
 """
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from serve_app.base.errors import CorralError, InvalidRequestError, error_of, fields_of
 
 
-def _encoded(value: object) -> object:
+def _to_builtin(value: object) -> object:
     if isinstance(value, CorralError):
         return fields_of(value)
     if isinstance(value, BaseModel):
@@ -29,7 +29,7 @@ def _encoded(value: object) -> object:
     raise NotImplementedError(type(value).__name__)
 
 
-def _decoded(kind: type[Any], value: Any) -> Any:
+def _from_builtin(kind: type[Any], value: Any) -> Any:
     if issubclass(kind, CorralError):
         return error_of(*value)
     if issubclass(kind, PurePath):
@@ -42,10 +42,10 @@ def _decoded(kind: type[Any], value: Any) -> Any:
         raise ValueError(f"This is no {kind.__name__}.") from None
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
+_encode = msgspec.msgpack.Encoder(enc_hook=_to_builtin).encode
 
 
-def packed(value: object) -> bytes:
+def pack(value: object) -> bytes:
     """The message. Raises InvalidRequestError for an integer of more than 64 bits, which a client sent."""
     try:
         return _encode(value)
@@ -56,4 +56,4 @@ def packed(value: object) -> bytes:
 @functools.cache
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """The decoder of messages of this type. It raises msgspec.MsgspecError for all others."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded)
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_builtin)

@@ -14,12 +14,12 @@ _CPU = 0.6
 
 
 def engine_pressure(backlog_s: float, slots: float, cells: float) -> float:
-    """How many replicas one replica's work would fill: the seconds until all would be done, requests for
-    each slot, and the part of the KV cache that running requests take."""
+    """How many replicas one replica's work would fill. It counts the seconds until all would be done,
+    requests for each slot, and the part of the KV cache of running requests."""
     return max(backlog_s / _BACKLOG_S, slots / _SLOTS, cells / _CELLS)
 
 
 def ingress_pressure(open_requests: float, cpu: float) -> float:
-    """How many ingress replicas one's work would fill as they should be: its open requests as a part of the
-    most that it takes, and its CPU time as a part of one core."""
+    """How many ingress replicas one's work would fill as they should be. `open_requests` is a part of the
+    most that it takes, and `cpu` of one core."""
     return max(open_requests / _OPEN, cpu / _CPU)

@@ -1,8 +1,8 @@
 """The protocol of a channel: where an ingress listens, how replicas connect to it, and the frames.
 
 A frame is a length and a MessagePack value. The first frame is a `Hello`. Every other one is a list of
-items, what a step has brought to each call, or a report, what the replica says of itself: bytes that only
-its maker and its reader understand.
+items or a report. Items are what a step has brought to each call. A report is what the replica says of
+itself, in bytes that only its maker and its reader understand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from serve_app.base.types import Accepted, TokenDelta
-from serve_app.channel.msgpack import decoder, packed
+from serve_app.channel.msgpack import decoder, pack
 
 CONNECT_S = 5.0
 """Longest time that a connection may take to be made and believed."""
@@ -40,7 +40,7 @@ class Address:
     """Proves that a connection comes from the receiver of this address."""
 
 
-def connected(address: Address, node_id: str) -> socket.socket:
+def connect(address: Address, node_id: str) -> socket.socket:
     """A connection from that node, blocking, with bounds on time. Raises OSError."""
     if node_id == address.node_id:
         with _unless_it_fails(socket.socket(socket.AF_UNIX)) as local:
@@ -54,10 +54,10 @@ def connected(address: Address, node_id: str) -> socket.socket:
         return remote if secured is None else secured.wrap_socket(remote)
 
 
-def greeted(address: Address, node_id: str, name: str) -> socket.socket:
+def greet(address: Address, node_id: str, name: str) -> socket.socket:
     """A connection from that node, under that name, which the listener believes; blocking. Raises
     OSError."""
-    with _unless_it_fails(connected(address, node_id)) as connection:
+    with _unless_it_fails(connect(address, node_id)) as connection:
         connection.sendall(frame(Hello(address.secret, name)))
         if connection.recv(len(WELCOME)) != WELCOME:
             raise ConnectionRefusedError("The listener refused the secret.")
@@ -128,10 +128,10 @@ _items: msgspec.msgpack.Decoder[list[Item]] = decoder(list[Item])
 
 def frame(value: Hello | list[Item] | bytes) -> bytes:
     """The value as a frame, ready to be sent."""
-    return framed(packed(value))
+    return frame_body(pack(value))
 
 
-def framed(body: bytes) -> bytes:
+def frame_body(body: bytes) -> bytes:
     """A body behind its length."""
     return _LENGTH.pack(len(body)) + body
 

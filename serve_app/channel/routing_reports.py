@@ -32,7 +32,7 @@ class ReplicaConnection:
         self.newest = _decoder.decode(report), time.monotonic()
 
     def end(self) -> None:
-        self._reports.left(self)
+        self._reports.on_leave(self)
 
 
 class Reports:
@@ -51,7 +51,7 @@ class Reports:
         connection = self._connections[replica_id] = ReplicaConnection(self, replica_id)
         return connection
 
-    def left(self, connection: ReplicaConnection) -> None:
+    def on_leave(self, connection: ReplicaConnection) -> None:
         """A connection is gone, and with it what was heard over it."""
         if self._connections.get(connection.replica_id) is connection:
             del self._connections[connection.replica_id]

@@ -1,8 +1,8 @@
 """Scores replicas by how soon they would answer a prompt. Pure: no Ray, no threads, no clock.
 
-The expected time to the first token is the wait for a slot, then what prompts before it and the prompt's
-own missing part take to compute, at the speed that this replica measured. A prefix that a replica holds
-shortens it, work makes it longer, and both weigh what they cost: there is no rule besides.
+The expected time to the first token begins with the wait for a slot. Prompts before it and its own missing
+part follow, at the speed that this replica measured. A prefix that a replica holds shortens it, work makes
+it longer, and both weigh what they cost: there is no rule besides.
 """
 
 from __future__ import annotations
@@ -219,12 +219,12 @@ class Fleet(Generic[ReplicaT]):
     def _holders(self, blocks: Chain) -> list[ReplicaT]:
         if not blocks:
             return []
-        found = [
+        holders = [
             (n, self._rng.random(), replica)
             for replica, view in self._views.items()
             if (n := n_leading(blocks, view.held))
         ]
-        longest = heapq.nlargest(_HOLDERS, found, key=lambda entry: entry[:2])
+        longest = heapq.nlargest(_HOLDERS, holders, key=lambda entry: entry[:2])
         return [replica for _, _, replica in longest]
 
     def _serving(self, turn: int) -> list[ReplicaT]:
@@ -241,7 +241,7 @@ class Fleet(Generic[ReplicaT]):
         if replica in self._views:
             self._views[replica].book(prompt, missing, now)
 
-    def went(self, replica: ReplicaT, key: int, now: float) -> None:
+    def on_send(self, replica: ReplicaT, key: int, now: float) -> None:
         """The request with that key went there, wherever it was meant to go."""
         for chosen, view in self._views.items():
             sent = view.sent.get(key)
@@ -249,7 +249,7 @@ class Fleet(Generic[ReplicaT]):
                 self.book(replica, sent.prompt, sent.missing, now)
                 return
 
-    def ended(self, replica: ReplicaT, group: str) -> None:
+    def on_end(self, replica: ReplicaT, group: str) -> None:
         """A request of that group has ended: it is no work any more, but its prompt may be held."""
         view = self._views.get(replica)
         for sent in view.sent.values() if view else ():
@@ -264,7 +264,7 @@ def crowding_by_load(load: float) -> float:
 
 
 def first_token_s(wait_s: float, prefill_s: float, own_s: float, crowding: float) -> float:
-    """Seconds to the first token of a prompt that takes `own_s`, behind prompts that take `prefill_s`, if a
+    """Seconds to the first token of a prompt that takes `own_s`, behind prompts that take `prefill_s`. A
     slot is free after `wait_s`, and prompts take `crowding` times as long as without streams."""
     return max(wait_s, prefill_s * crowding) + own_s * crowding
 

@@ -217,7 +217,7 @@ class Channels:
     async def _open(self, address: Address) -> Channel:
         try:
             connection = await asyncio.to_thread(
-                protocol.greeted, address, self._node_id, self._replica_id
+                protocol.greet, address, self._node_id, self._replica_id
             )
         except (OSError, ValueError) as error:
             logger.warning(
@@ -225,11 +225,11 @@ class Channels:
             )
             raise ChannelBrokenError("The engine replica cannot reach the ingress.") from error
 
-        def lost(channel: Channel) -> None:
+        def forget(channel: Channel) -> None:
             if self._channels.get(address.path) is channel:
                 del self._channels[address.path]
 
-        channel = self._channels[address.path] = Channel(connection, lost)
+        channel = self._channels[address.path] = Channel(connection, forget)
         return channel
 
     @property

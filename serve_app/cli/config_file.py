@@ -43,7 +43,7 @@ def named(model: str | None) -> NamedModel:
         shards.refuse_exported(path)
         raise ConfigError(f"There is no file {model}.")
     try:
-        name = names.parse(model)
+        name = names.parse_hub_name(model)
     except ConfigError:
         raise ConfigError(
             f"{model} is neither a GGUF file nor a Hugging Face repository: OWNER/NAME or "

@@ -168,7 +168,7 @@ class _Server:
         self, config: Path, content: Json, shown: Screen, *, cluster: bool, verbose: bool
     ) -> None:
         self._config, self._shown, self._verbose = config, shown, verbose
-        self._module = "start.one_machine" if cluster else "local.server"
+        self._module = "cluster.one_machine" if cluster else "run.local.server"
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
         key_file = ingress.get("api_key_file")

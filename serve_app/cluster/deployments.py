@@ -94,8 +94,10 @@ def ingress_options(configured: IngressConfig) -> dict[str, Any]:
 def _serve_options(
     configured: RayServeOptions, autoscaling: dict[str, Any], *, num_cpus: float
 ) -> dict[str, Any]:
-    options = SERVE_DEFAULTS | configured.given
-    options["ray_actor_options"] = {"num_cpus": num_cpus} | configured.ray_actor_options.given
+    options = SERVE_DEFAULTS | configured.explicit_options
+    options["ray_actor_options"] = {
+        "num_cpus": num_cpus
+    } | configured.ray_actor_options.explicit_options
     if configured.num_replicas is None:
         options["autoscaling_config"] = autoscaling | (configured.autoscaling_config or {})
     return options

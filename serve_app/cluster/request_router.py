@@ -82,11 +82,11 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Serve has sent it, maybe not where it was meant to go."""
-        self._fleet.went(replica_id, _key(pending_request), time.monotonic())
+        self._fleet.on_send(replica_id, _key(pending_request), time.monotonic())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count a request as ended that was answered, refused or cancelled."""
-        self._fleet.ended(replica_id, internal_request_id)
+        self._fleet.on_end(replica_id, internal_request_id)
 
 
 async def attach(replica: RunningReplica, address: Address) -> None:
@@ -107,11 +107,11 @@ def prompt_of(pending: PendingRequest | None) -> RoutedPrompt:
         most = math.inf if argument.sampling.max_tokens is None else argument.sampling.max_tokens
         return RoutedPrompt(
             _key(pending),
-            len(argument.given),
-            chain(argument.given, argument.content_group),
+            len(argument.all_tokens),
+            chain(argument.all_tokens, argument.content_group),
             most - len(argument.generated),
             group,
-            () if argument.adapters else chain(argument.given[:_SYSTEM_TOKENS]),
+            () if argument.adapters else chain(argument.all_tokens[:_SYSTEM_TOKENS]),
             argument.background,
             turn_key(adapters_of(argument.content_group)),
         )

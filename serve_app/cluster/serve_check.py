@@ -21,7 +21,7 @@ def check_serve(app: AppConfig, file: Path | None = None) -> None:
     problems = [
         problem
         for place, options in (places | {("ingress", "serve"): app.ingress.serve}).items()
-        if options.given and (problem := _problem(options, place, file))
+        if options.explicit_options and (problem := _problem(options, place, file))
     ]
     if problems:
         raise ConfigError(f"invalid configuration: {'; '.join(problems)}")
@@ -39,7 +39,7 @@ def _problem(options: RayServeOptions, place: Location, file: Path | None) -> st
         max_constructor_retry_count: PositiveInt = 1
 
     try:
-        Deployment.model_validate({"name": "checked"} | options.given)
+        Deployment.model_validate({"name": "checked"} | options.explicit_options)
     except ValidationError as error:
         return describe_errors(error, Deployment, file=file, within=place)
     return None

@@ -1,13 +1,10 @@
-"""The defaults that the engine and the configuration share, and those of a model's requests."""
+"""The defaults of a model's requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-MAX_STALL_MS: float = 250
-"""The longest that streams wait for others' prompts, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def is_hub_url(text: str) -> bool:
     return re.fullmatch(r"https?://(hf\.co|huggingface\.co)/[^/]+/[^/]+/?", text) is not None
 
 
-def parse(text: str) -> HubName:
+def parse_hub_name(text: str) -> HubName:
     """`OWNER/NAME`, maybe with `:QUANT` or `:FILE.gguf`, `@REVISION`, `hf.co/`. Raises ConfigError."""
     match = _NAME.fullmatch(_HOSTS.sub("", text).rstrip("/"))
     if match is None or (match["early"] and match["late"]):
@@ -53,15 +53,15 @@ def parse(text: str) -> HubName:
     return HubName(match["repo"], choice, match["early"] or match["late"])
 
 
-def chosen(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
-    """The files of the model that is meant: the quantisation or file that the name says, or the first of
-    `PREFERRED` that the repository has, or the only one. Raises ConfigError that lists what there is."""
+def choose_files(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
+    """The files of the model that is meant. It is the quantisation or file of the name, or the first of
+    `PREFERRED`, or the only one. Raises ConfigError that lists what there is."""
     present = frozenset(files)
     models = sorted(name for name in present if _begins_model(name))
     if not models:
         raise ConfigError(f"{hub_name.repo} holds no GGUF model.")
     if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):
-        return _complete(_file(models, hub_name), present, hub_name)
+        return _complete(_find_file(models, hub_name), present, hub_name)
     if hub_name.choice is not None:
         return _complete(_only(models, hub_name.choice, hub_name), present, hub_name)
     for quant in PREFERRED:
@@ -74,12 +74,12 @@ def chosen(files: Iterable[str], hub_name: HubName) -> tuple[str, ...]:
 
 def projector(files: Iterable[str], hub_name: HubName, beside: str | None = None) -> str | None:
     """The projector that is meant: the file or the type that the name says, or the first of
-    PREFERRED_PROJECTORS; of these, one in the folder of `beside`, the model's file, if there is one. None
-    if the repository has none. Raises ConfigError that lists those that it has."""
+    PREFERRED_PROJECTORS. One in the folder of `beside`, the model's file, comes first. None if the
+    repository has none. Raises ConfigError that lists those that it has."""
     present = frozenset(files)
     projectors = sorted(name for name in present if is_projector(name) and shards.number(name) == 1)
     if hub_name.choice is not None and hub_name.choice.endswith(".gguf"):
-        return _file(sorted(present), hub_name)
+        return _find_file(sorted(present), hub_name)
     folder = (beside or "").rpartition("/")[0]
     projectors = [name for name in projectors if name.rpartition("/")[0] == folder] or projectors
     if hub_name.choice is not None:
@@ -96,11 +96,11 @@ def parts_of(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     """The files of the model or of the projector that is meant. Raises ConfigError."""
     present = frozenset(files)
     if name.choice is not None and is_projector(name.choice):
-        return _complete(_file(sorted(present), name), present, name)
-    return chosen(present, name)
+        return _complete(_find_file(sorted(present), name), present, name)
+    return choose_files(present, name)
 
 
-def _file(models: Sequence[str], name: HubName) -> str:
+def _find_file(models: Sequence[str], name: HubName) -> str:
     first, *_ = shards.names(name.choice or "")
     if first not in models:
         raise ConfigError(f"{name.repo} has no model {first}. {_list(models)}")

@@ -30,8 +30,8 @@ def describe_errors(
     An unknown field comes with the right name, if `model` has one like it. `file` is the configuration
     file whose `args` were validated, or what is at `within` there: its lines are named.
     """
-    root = None if file is None else _composed(file)
-    told = []
+    root = None if file is None else _compose(file)
+    lines = []
     for problem in error.errors(include_url=False, include_input=False):
         location, message = (*within, *filter(_is_named, problem["loc"])), problem["msg"]
         name = ".".join(map(str, location)) or whole
@@ -43,8 +43,8 @@ def describe_errors(
                 known = () if model is None else _names_at(model, location[len(within) :])
                 message = f"there is no such field{did_you_mean(str(location[-1]), known)}"
         place = "" if root is None else f"{file}:{_line(root, (*_ARGS, *location))}: "
-        told.append(f"{place}{name}: {message}")
-    return "; ".join(told)
+        lines.append(f"{place}{name}: {message}")
+    return "; ".join(lines)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -78,7 +78,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from models_in(argument)
 
 
-def _composed(file: Path) -> yaml.Node | None:
+def _compose(file: Path) -> yaml.Node | None:
     try:
         return yaml.compose(file.read_text(), yaml.SafeLoader)
     except (OSError, yaml.YAMLError):

@@ -21,7 +21,7 @@ def takes_sampling(api: Api) -> Callable[[type[Model]], type[Model]]:
     is made.
     """
 
-    def extended(model: type[Model]) -> type[Model]:
+    def extend(model: type[Model]) -> type[Model]:
         fields: dict[str, Any] = {
             one.name_in(api): _field(one, api) for one in PARAMETERS if api in one.apis
         }
@@ -33,7 +33,7 @@ def takes_sampling(api: Api) -> Callable[[type[Model]], type[Model]]:
             **fields,
         )
 
-    return extended
+    return extend
 
 
 def _field(parameter: Parameter, api: Api) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ def _in_json(type_hint: Any) -> Any:
     return type_hint
 
 
-def given(request: BaseModel, api: Api) -> dict[str, Any]:
+def read_params(request: BaseModel, api: Api) -> dict[str, Any]:
     """The parameters that the request gives, by their own names, with the engine's values."""
     return {
         parameter.name: tuple(value)
@@ -69,7 +69,7 @@ def given(request: BaseModel, api: Api) -> dict[str, Any]:
     }
 
 
-def told(sampling: SamplingParams, api: Api) -> dict[str, Any]:
+def write_params(sampling: SamplingParams, api: Api) -> dict[str, Any]:
     """The values that a request is generated with, under the API's names, as JSON has them."""
     return {
         parameter.name_in(api): list(value) if isinstance(value, tuple) else value

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.networks import IPvAnyNetwork
 
+from serve_app.base.engine_options import MAX_STALL_MS
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import (
     BackendName,
@@ -34,7 +35,6 @@ from serve_app.base.formats import (
 )
 from serve_app.base.sampling import Api
 from serve_app.config.addresses import is_loopback
-from serve_app.config.defaults import MAX_STALL_MS
 from serve_app.config.problems import describe_errors
 from serve_app.config.sampling_fields import takes_sampling
 from serve_app.config.serve_options import RayServeOptions
@@ -86,11 +86,11 @@ class EngineConfig(Section):
     unbroken. Default: `n_ctx_slot` for each slot if that is set; else 4096 for each slot, less if memory
     is short."""
     kv_unified: bool | Literal["auto"] = "auto"
-    """Whether all slots share the cells of the KV cache. Sharing is faster for common beginnings and
-    slower for unrelated prompts. `auto` takes what is measured to be faster, for a common beginning if
-    there are `system_prompts`. It changes when the traffic favours the other kind, and logs why. Beside
-    running streams it keeps within `max_stall_ms`. It also becomes unified for a request that is longer
-    than a slot's share: streams wait once for that, if they leave no gap within 5 seconds."""
+    """Whether all slots share the cells of the KV cache. Sharing is faster for common beginnings and slower
+    for unrelated prompts. `auto` takes what is measured to be faster, for a common beginning if there are
+    `system_prompts`. It changes when the traffic favours the other kind, and logs why. Beside running
+    streams it keeps within `max_stall_ms`. It also becomes unified for a request that is longer than a
+    slot's share. Streams wait once for that if they leave no gap within 5 seconds."""
     threads: PositiveInt | None = None
     """Threads that llama.cpp computes a single row with. The replica's cores are those of its
     `num_cpus`, which counts hyper-threads, within the affinity mask and the CPU quota. Default: the
@@ -120,8 +120,8 @@ class EngineConfig(Section):
     """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
     `cache_type_k`."""
     quantization: Quantization | None = None
-    """How products are rounded further than in the file, with `backend: openvino`. `w8a8` has weights of 8
-    bits with a scale for each row of a matrix, and activations of 8 bits with a scale for each token: see
+    """How products are rounded further than in the file, with `backend: openvino`. `w8a8` has weights and
+    activations of 8 bits, with a scale for each row of a matrix and each token: see
     [OpenVINO](openvino.md#weights-and-activations-of-8-bits). Default: weights as in the file."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
@@ -240,9 +240,9 @@ class ModelConfig(Section):
     serve: RayServeOptions = RayServeOptions()
     """[Ray Serve's options](#ray-serve) for the engine's deployment."""
     keep_alive: KeepAlive | None = None
-    """Loads the model when a request asks for it, and unloads it when no request has for this
-    long: seconds, or a text such as `5m`. Other models with `keep_alive` may push it out earlier.
-    Default: the model is always loaded."""
+    """Loads the model when a request asks for it, and unloads it when none has for this long: seconds, or a
+    text such as `5m`. Other models with `keep_alive` may push it out earlier. Default: the model is always
+    loaded."""
 
     @model_validator(mode="after")
     def _one_way_to_load(self) -> ModelConfig:

@@ -55,7 +55,7 @@ class _PassedOn(BaseModel):
         return f"Ray Serve has no such option{did_you_mean(name, cls.KNOWN)}"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, Any]:
         """The options that the configuration gives."""
         return self.model_dump(exclude_unset=True, exclude_none=True)
 

@@ -43,6 +43,6 @@ def refuse_exported(path: Path) -> None:
         )
 
 
-def n_bytes(first: Path) -> int:
+def size_on_disk(first: Path) -> int:
     """The size of all files of a model, by the first or only file. Raises ConfigError, OSError."""
     return sum(first.with_name(name).stat().st_size for name in names(first.name))

@@ -69,7 +69,7 @@ class ModelSource(Section):
             raise ValueError("repo_id and filename belong together")
         if self.repo is not None:
             try:
-                names.parse(self.repo)
+                names.parse_hub_name(self.repo)
             except ConfigError as error:
                 raise ValueError(f"repo: {error}") from None
         return self

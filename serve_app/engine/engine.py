@@ -43,13 +43,11 @@ from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.sequence import kept_by_shift
-from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.guests.cache_mode_switcher import CacheModeSwitcher
 from serve_app.engine.guests.drafts.drafter import Drafter
 from serve_app.engine.guests.drafts.drafting import Drafting
 from serve_app.engine.guests.embedding import EmbeddingQueue, Texts, Vectors
 from serve_app.engine.guests.pictures import Encoding, PlacedTile, expanded
-from serve_app.engine.guests.rest_trials import RestTrials
 from serve_app.engine.health import HangWatch
 from serve_app.engine.stream import TokenStream
 from serve_app.kernels.llama.grammars.constraint import Constraint
@@ -63,10 +61,9 @@ def make_guests(core: EngineCore) -> list[Guest]:
     backend, options, costs, steps = core.backend, core.options, core.costs, core.steps
     texts = EmbeddingQueue(backend, costs, core.progress, core.policy, steps)
     guests: list[Guest] = [
-        CacheModeSwitcher(options, backend, core.cache, core.scheduler, core.backlog, steps),
+        CacheModeSwitcher(options, backend, core.cache, core.scheduler, steps),
         texts,
         PrefixStorage(core.cache, steps),
-        RestTrials(backend, costs, core.cache.table, steps, Clocks(options.threads_of)),
     ]
     if backend.traits.n_rewind and (options.speculate or backend.draft is not None):
         model = backend.draft
@@ -137,7 +134,9 @@ class Engine(DecoderLoop):
         return self._vocabulary.constraint(sampling.grammar, sampling.triggers)
 
     def _history(self, request: GenerationRequest) -> object:
-        return self._vocabulary.history(request.sampling, self.options.n_ctx_slot, request.given)
+        return self._vocabulary.history(
+            request.sampling, self.options.n_ctx_slot, request.all_tokens
+        )
 
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Start a request. Raises InvalidRequestError, PromptTooLongError, QueueFullError,
@@ -305,10 +304,10 @@ class Engine(DecoderLoop):
         if not request.prompt:
             raise InvalidRequestError("The prompt is empty.", "prompt")
         n_ctx_slot, shifts = self.options.n_ctx_slot, kept_by_shift(request, self.options)
-        n_given = len(request.prompt if shifts else request.given)
+        n_given = len(request.prompt if shifts else request.all_tokens)
         if n_given >= n_ctx_slot:
             raise PromptTooLongError(n_given, n_ctx_slot, "prompt")
-        if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.given):
+        if not all(token < n_vocab and (token >= 0 or is_expanded) for token in request.all_tokens):
             raise InvalidRequestError(
                 f"The prompt holds a token id outside 0 to {n_vocab - 1}.", "prompt"
             )

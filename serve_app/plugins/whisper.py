@@ -81,7 +81,7 @@ class WhisperProcess:
             if self._process is None:
                 await self._start()
             await wire.send(self._writer, order, [sound.samples])
-            return await wire.received(self._reader, Heard)
+            return await wire.receive_outcome(self._reader, Heard)
         except (EOFError, ConnectionError, msgspec.MsgspecError) as error:
             self.close()
             raise EngineUnavailableError("The process that hears files was lost.") from error
@@ -93,7 +93,7 @@ class WhisperProcess:
         """Raises CorralError, EOFError."""
         self._process, own = _started(self._settings)
         self._reader, self._writer = await asyncio.open_connection(sock=own)
-        outcome = await wire.received(self._reader, None)
+        outcome = await wire.receive_outcome(self._reader, None)
         if isinstance(outcome, CorralError):
             self.close()
             raise outcome

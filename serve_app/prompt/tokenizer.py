@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from serve_app.base.errors import ConfigError, InvalidRequestError, NotSupportedError
@@ -31,6 +33,8 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 _RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
 _PLACES = re.compile(r"(\{query\}|\{document\})")
+# Of more models than these, a start opens the files twice.
+_MOST_OPEN = 16
 
 
 # Source: llama.cpp, gguf-py/gguf/constants.py, `Keys.General.SAMPLING_*`.
@@ -344,6 +348,28 @@ class Tokenizer:
 
     def _special(self, token: int | None) -> str:
         return "" if token is None else self.model.detokenize([token], special=True)
+
+
+def open_tokenizer(
+    path: str, chat_template: str | None, pooling: EmbeddingPooling | None
+) -> Tokenizer:
+    """The tokenizer of a file as it is now: the same one again until `forget_tokenizers`. A start looks at
+    the file before it serves the model, and a large vocabulary takes half a second. Raises ConfigError."""
+    file = Path(path)
+    changed_ns = file.stat().st_mtime_ns if file.is_file() else 0
+    return _opened(path, chat_template, pooling, changed_ns)
+
+
+@lru_cache(_MOST_OPEN)
+def _opened(
+    path: str, chat_template: str | None, pooling: EmbeddingPooling | None, _changed_ns: int
+) -> Tokenizer:
+    return Tokenizer(path, chat_template, pooling)
+
+
+def forget_tokenizers() -> None:
+    """Have files opened anew from now on. Those that have an open one keep it."""
+    _opened.cache_clear()
 
 
 class Marks:

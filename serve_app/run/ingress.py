@@ -19,10 +19,11 @@ from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, IngressConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, ProjectorFile
+from serve_app.prompt.tokenizer import forget_tokenizers
 from serve_app.server.access.turnstile import OpenRequests
-from serve_app.server.adapters import AdapterControl, numbered
+from serve_app.server.adapters import AdapterControl, number_adapters
 from serve_app.server.handle_client import HandleClient
-from serve_app.server.media.decoder import opened
+from serve_app.server.media.decoder import open_model
 from serve_app.server.model_control import ModelControl, ModelHost
 from serve_app.server.model_registry import ModelFile, ServedModel
 from serve_app.server.workers.pool import WorkerPool
@@ -97,7 +98,7 @@ def _file(model: ResolvedModel) -> ModelFile:
         aliases=model.aliases,
         tags=model.tags,
         n_ctx_text=model.options.n_ctx_share,
-        adapters=numbered(model),
+        adapters=number_adapters(model),
         senses=senses,
         is_on_demand=model.on_demand is not None,
     )
@@ -119,10 +120,10 @@ class IngressServer:
         self._files: dict[str, ModelFile] = {}
         for model in models:
             self._files[model.id] = await asyncio.to_thread(_file, model)
-        self._opened = {f.id: opened(f) for f in self._files.values() if place.forks_workers}
+        self._opened = {f.id: open_model(f) for f in self._files.values() if place.forks_workers}
         heap.trim()
         self._workers = WorkerPool(
-            *([*self._files.values()], WORKER_MODULES, opened),
+            *([*self._files.values()], WORKER_MODULES, open_model),
             keeps_texts=settings.keeps_texts,
             opened=self._opened if place.forks_workers else None,
         )
@@ -139,6 +140,7 @@ class IngressServer:
         )
         for model, handle in zip(models, place.handles, strict=True):
             self._models[model.id] = self._served(model, handle)
+        forget_tokenizers()
         await self._adapters.look()
         self._watching = asyncio.create_task(self._watch())
         self._control = None
@@ -148,7 +150,7 @@ class IngressServer:
 
     def _served(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
         """A model, whose vocabulary is read, with the way to its engines."""
-        info = self._opened.pop(model.id, None) or opened(self._files[model.id])
+        info = self._opened.pop(model.id, None) or open_model(self._files[model.id])
         if not info.tokenizer.has_template:
             logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
         client = HandleClient(
@@ -173,6 +175,8 @@ class IngressServer:
             for model, _ in models:
                 self._files.pop(model.id, None)
             raise
+        finally:
+            forget_tokenizers()
         self._resolved |= {model.id: model for model, _ in models}
         self._models |= served
 

@@ -17,7 +17,7 @@ class ConfiguredHost:
     """The models of a configuration, and the entries of those that were added. Used in one event loop."""
 
     def __init__(self, app: AppConfig, models: list[ResolvedModel]) -> None:
-        self.app, self.configured = app, models
+        self.app, self.configured_models = app, models
         self.entries: dict[str, Entry] = {}
         """The entries of the models that were added."""
 

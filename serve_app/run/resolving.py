@@ -18,7 +18,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.base.sampling import Api
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.resolved import OnDemandSettings, ResolvedModel
-from serve_app.config.sampling_fields import given
+from serve_app.config.sampling_fields import read_params
 from serve_app.config.schema import AppConfig, DefaultsConfig, EngineConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.config.sources import (
@@ -33,7 +33,7 @@ from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.vision.senses import ProjectorFile
 from serve_app.kernels.openvino.convert import shape_of
 from serve_app.kernels.openvino.parts import StageNode, fewest_stages
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import open_tokenizer
 from serve_app.run import sizing
 from serve_app.run.placement import machine, plan
 from serve_app.run.placement.machine import Machine, oversubscription
@@ -271,8 +271,9 @@ def _opened(model: ModelConfig, source: ModelSource, downloads: DownloadsConfig)
     """The model without its weights, of which everything is read that a worker is going to need. Raises
     ConfigError, also for a chat template or recommended sampling parameters that cannot be used."""
     defaults = model_defaults(model.defaults)
-    path, pooling = store.vocabulary(source, downloads), model.engine.embedding_pooling
-    tokenizer = Tokenizer(path, defaults.chat_template, None if pooling == "auto" else pooling)
+    path, configured = str(store.vocabulary(source, downloads)), model.engine.embedding_pooling
+    pooling = None if configured == "auto" else configured
+    tokenizer = open_tokenizer(path, defaults.chat_template, pooling)
     try:
         tokenizer.recommended  # noqa: B018  # is read here
     except ValueError as error:
@@ -291,7 +292,7 @@ def model_defaults(configured: DefaultsConfig) -> ModelDefaults:
     if configured.reasoning != "auto":
         kwargs["enable_thinking"] = configured.reasoning == "on"
     return ModelDefaults(
-        given(configured, Api.OPENAI),
+        read_params(configured, Api.OPENAI),
         configured.max_tokens,
         configured.system_prompt,
         template,

@@ -62,7 +62,7 @@ class AdapterControl:
             return
         self._known = loaded
         self._workers.adapters = adapters = {
-            name: numbered(self._resolved[name], loaded[name]) for name in loaded
+            name: number_adapters(self._resolved[name], loaded[name]) for name in loaded
         }
         for name, those in adapters.items():
             if name not in self._models:  # the model has gone meanwhile
@@ -77,13 +77,13 @@ class AdapterControl:
             raise InvalidRequestError(
                 f"The configuration already has the adapter {config.id!r}.", "load"
             )
-        config = await asyncio.to_thread(_pinned, config, resolved)
+        config = await asyncio.to_thread(_pin, config, resolved)
         answers = await handle.ask_all("load_adapter", config, timeout_s=_LOAD_S)
         versions = {answer for answer in answers if isinstance(answer, str)}
         try:
             for answer in answers:
                 if isinstance(answer, CorralError):
-                    raise _refusal(answer)
+                    raise _request_error(answer)
             if not versions:
                 raise EngineUnavailableError("No engine of this model answers.")
             if len(versions) > 1:
@@ -117,7 +117,7 @@ class AdapterControl:
         await self._tell_ingresses()
 
 
-def numbered(
+def number_adapters(
     resolved: ResolvedModel, loaded: tuple[LoadedAdapter, ...] = ()
 ) -> dict[int, AdapterUse]:
     """A model's adapters by their numbers: those of the configuration are the first ones."""
@@ -131,15 +131,15 @@ def numbered(
     return configured | later
 
 
-def _pinned(config: AdapterConfig, resolved: ResolvedModel) -> AdapterConfig:
+def _pin(config: AdapterConfig, resolved: ResolvedModel) -> AdapterConfig:
     """The adapter with a source that has the same bytes on every node. Raises InvalidRequestError."""
     try:
         source = store.pinned(config.source, resolved.downloads)
     except ConfigError as error:
-        raise _refusal(error) from error
+        raise _request_error(error) from error
     return config.model_copy(update={"source": source})
 
 
-def _refusal(error: CorralError) -> CorralError:
+def _request_error(error: CorralError) -> CorralError:
     """A file that cannot be used is the request's mistake."""
     return InvalidRequestError(str(error), "load") if isinstance(error, ConfigError) else error

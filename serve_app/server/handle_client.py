@@ -35,7 +35,7 @@ from serve_app.channel.handle import ReplicaCall, ReplicaHandle
 from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.config.sources import AdapterConfig
 from serve_app.server.adapters import AdapterControl
-from serve_app.server.answering.failover import retried, unbroken
+from serve_app.server.answering.failover import retry, unbroken
 from serve_app.server.model_registry import Answers
 from serve_app.server.shared_looks import SharedLooks
 from serve_app.server.workers.fair_semaphore import FairSemaphore
@@ -45,8 +45,8 @@ _SLOT_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.1
 """However many ask, replicas are asked the same once in so many seconds at most."""
 _STARTING, _STARTING_EACH = 16, 8
-"""Requests that may be on their way to an engine at once, in all and of each client: each takes
-milliseconds of the event loop, and another client's is sent between those of a burst."""
+"""Requests that may be on their way to an engine at once, in all and of each client. Each takes
+milliseconds of the event loop. Another client's is sent between those of a burst."""
 MOST_LOAD_S = 120.0
 """The longest time that a request waits for a model that is not loaded."""
 _LATE_S = 10.0
@@ -92,7 +92,7 @@ class HandleClient:
         following: asyncio.Task[None] | None = None
         with self._listener.call() as call:
             try:
-                async with self._loading(), self._starting.entered(request.account):
+                async with self._loading(), self._starting.place(request.account):
                     response = self._handle.call(
                         "generate", request, self._vocabulary_key, address, call.number
                     )
@@ -136,7 +136,7 @@ class HandleClient:
 
     async def load(self) -> None:
         async with self._loading():
-            _succeeded(await self._handle.call("is_there"))
+            _unwrap(await self._handle.call("is_there"))
 
     async def release(self) -> None:
         if not self._is_on_demand:
@@ -160,12 +160,12 @@ class HandleClient:
     ) -> NDArray[np.float32]:
         arguments = texts, client, self._vocabulary_key, background, media
         async with self._loading():
-            return await retried(lambda: self._embed_once(arguments))
+            return await retry(lambda: self._embed_once(arguments))
 
     async def _embed_once(self, arguments: tuple[Any, ...]) -> NDArray[np.float32]:
         response = self._handle.call("embed", *arguments)
         try:
-            vectors: NDArray[np.float32] = _succeeded(await response)
+            vectors: NDArray[np.float32] = _unwrap(await response)
             return vectors
         finally:
             response.cancel()
@@ -198,14 +198,14 @@ class HandleClient:
 
     async def media_tokens(self, sizes: Sequence[Size]) -> int:
         async with self._loading():
-            n_tokens: int = _succeeded(await self._handle.call("media_tokens", sizes))
+            n_tokens: int = _unwrap(await self._handle.call("media_tokens", sizes))
         return n_tokens
 
     async def act_on_slot(
         self, replica_id: str, action: str, slot_id: int, name: str
     ) -> SlotAction:
         arguments = "act_on_slot", replica_id, action, slot_id, name
-        answer = _succeeded(await self._handle.ask_one(*arguments, timeout_s=_SLOT_TIMEOUT_S))
+        answer = _unwrap(await self._handle.ask_one(*arguments, timeout_s=_SLOT_TIMEOUT_S))
         if not isinstance(answer, SlotAction):
             raise EngineUnavailableError(f"The replica {replica_id} does not answer.")
         return answer
@@ -221,7 +221,7 @@ class HandleClient:
         )
 
 
-def _succeeded(answer: Any) -> Any:
+def _unwrap(answer: Any) -> Any:
     """The answer of a replica, which returns the CorralErrors that it would raise."""
     if isinstance(answer, CorralError):
         raise answer

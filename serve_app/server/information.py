@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.base.errors import RequestNotFoundError
 from serve_app.base.types import ReplicaStats
-from serve_app.server.answering.timings import explained
+from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument
 from serve_app.server.http.description import api_router
@@ -41,8 +41,8 @@ async def stats(models: ModelsArgument) -> dict[str, Any]:
 
 @ROUTER.get("/v1/requests/{request_id}")
 async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
-    """The waits of a request, with reasons and times, by its answer's id or its `x-request-id`: live, or
-    one of the last thousand of its replica. With API keys, one's own only, but for operators."""
+    """The waits of a request, with reasons and times, by its answer's id or its `x-request-id`. The request
+    is live, or among its replica's last thousand. With API keys, one's own only, but for operators."""
     answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
     records = [record for of_model in answers for record in of_model.found]
     missing = [replica_id for of_model in answers for replica_id in of_model.missing]
@@ -55,7 +55,7 @@ async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "request",
-        "sequences": [explained(record) for record in records],
+        "sequences": [explain_record(record) for record in records],
         "missing": missing,
     }
 

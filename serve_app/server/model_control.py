@@ -46,7 +46,7 @@ class ModelHost(Protocol):
     """The part of a server that starts and ends models' engines while it serves."""
 
     @property
-    def configured(self) -> Sequence[ResolvedModel]:
+    def configured_models(self) -> Sequence[ResolvedModel]:
         """The models of the configuration."""
 
     def added_models(self) -> AddedModels:
@@ -160,7 +160,7 @@ class ModelControl:
         served = self._id(name)
         if served is not None and served not in self._added:
             return _success()
-        return self._made(name, {"source": {"repo": name}})
+        return self._make(name, {"source": {"repo": name}})
 
     def create(
         self, name: str, origin: str, changes: Mapping[str, Any]
@@ -169,7 +169,7 @@ class ModelControl:
         is downloaded. The iterator raises CorralError."""
         known = self._entry(origin)
         base = {"source": {"repo": origin}} if known is None else known
-        return self._made(name, _changed(base, changes))
+        return self._make(name, _change_entry(base, changes))
 
     async def copy(self, name: str, new_name: str) -> None:
         """Serve a model under another name, too. Raises CorralError."""
@@ -198,7 +198,7 @@ class ModelControl:
         """Serve a model no more, and delete its files here unless another one has them."""
         _, model = self._added.pop(model_id)
         await self._stop(model_id)
-        others = [*self._host.configured, *(other for _, other in self._added.values())]
+        others = [*self._host.configured_models, *(other for _, other in self._added.values())]
         used = {source for other in others for source in _sources(other)}
         for source in set(_sources(model)) - used:
             await asyncio.to_thread(_delete, source, model)
@@ -272,7 +272,7 @@ class ModelControl:
             return None
         return self._added[model_id][0] if model_id in self._added else self._host.entry(model_id)
 
-    async def _made(self, name: str, entry: Entry) -> AsyncGenerator[PullProgress]:
+    async def _make(self, name: str, entry: Entry) -> AsyncGenerator[PullProgress]:
         yield PullProgress("pulling manifest")
         named = {**entry, "id": model_id_of(name), "keep_alive": KEEP_ALIVE}
         try:
@@ -282,7 +282,7 @@ class ModelControl:
         # The commit is kept: the next start asks nobody, and serves the same files.
         named["source"] = model.source.model_dump(mode="json", exclude_unset=True)
         for source in _sources(model):
-            async with self._pulling, aclosing(_fetched(source, model)) as steps:
+            async with self._pulling, aclosing(_fetch(source, model)) as steps:
                 async for step in steps:
                     yield step
         yield PullProgress("writing manifest")
@@ -334,7 +334,7 @@ def model_id_of(name: str) -> str:
     return shortened.partition("@")[0].rstrip("/").removesuffix(":latest")
 
 
-def _changed(entry: Entry, changes: Mapping[str, Any]) -> Entry:
+def _change_entry(entry: Entry, changes: Mapping[str, Any]) -> Entry:
     """The entry with some fields of its sections changed, and more items in its lists."""
     return dict(entry) | {
         name: [*entry.get(name, ()), *new]
@@ -362,7 +362,7 @@ async def _success() -> AsyncGenerator[PullProgress]:
     yield PullProgress("success")
 
 
-async def _fetched(source: ModelSource, model: ResolvedModel) -> AsyncGenerator[PullProgress]:
+async def _fetch(source: ModelSource, model: ResolvedModel) -> AsyncGenerator[PullProgress]:
     """Download a file, with its shards. Raises CorralError."""
     downloads, done, is_left = model.downloads, 0.0, False
 

@@ -29,7 +29,7 @@ from serve_app.base.types import (
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
-from serve_app.prompt.tokenizer import Tokenizer
+from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
 
 T = TypeVar("T")
 
@@ -59,9 +59,9 @@ class EngineClient(Protocol):
         background: bool = False,
         media: tuple[Medium, ...] = (),
     ) -> NDArray[np.float32]:
-        """A vector, not normalised, for each text of a client, given as tokens, with MEDIUM for each of
-        `media`; of a model with a classifier, its outputs. For `background`, see GenerationRequest. Raises
-        CorralError. Cancelling it ends the request."""
+        """A vector, not normalised, for each text of a client. Texts are tokens, with MEDIUM for each of
+        `media`. A model with a classifier gives its outputs. For `background`, see GenerationRequest.
+        Raises CorralError. Cancelling it ends the request."""
 
     @property
     def is_loaded(self) -> bool:
@@ -164,7 +164,7 @@ class ModelInfo:
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
         """Read a model's vocabulary. Raises ConfigError."""
-        tokenizer = Tokenizer(file.path, file.defaults.chat_template, file.pooling)
+        tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         return cls(
             file.id,
             file.n_ctx_slot,
@@ -191,7 +191,7 @@ class ModelInfo:
     def hears(self) -> bool:
         return self.media is not None and self.media.hears
 
-    def adapted(self, adapter: AdapterUse) -> Self:
+    def with_adapter(self, adapter: AdapterUse) -> Self:
         """The model with one of its adapters, under a name of its own."""
         name = f"{self.id}:{adapter.id}"
         return dataclasses.replace(self, id=name, aliases=(), used=active([adapter]))
@@ -224,13 +224,13 @@ def find(models: Mapping[str, M], name: str | None) -> M:
         return next(iter(models.values()))
     if name in models:
         return models[name]
-    found = chain(
+    candidates = chain(
         (model for model in models.values() if name in model.aliases),
-        _adapted(models.values(), name),
+        _adapted_models(models.values(), name),
         _named_like(models.values(), name),
         (model for model in models.values() if "*" in model.aliases),
     )
-    if (first := next(found, None)) is None:
+    if (first := next(candidates, None)) is None:
         raise ModelNotFoundError(name)
     return first
 
@@ -250,19 +250,19 @@ def full_name(name: str) -> str:
 
 def _named_like(models: Iterable[M], name: str) -> Iterator[M]:
     """The models of that name in Ollama's eyes: in any case, and with or without the default parts."""
-    wanted = _canonical(name)
-    return (model for model in models if wanted in map(_canonical, _names(model)))
+    wanted = _canonical_name(name)
+    return (model for model in models if wanted in map(_canonical_name, _names(model)))
 
 
-def _canonical(name: str) -> str:
+def _canonical_name(name: str) -> str:
     canonical = full_name(name).lower()
     for place in _DEFAULT_PLACES:
         canonical = canonical.removeprefix(place)
     return canonical
 
 
-def _adapted(models: Iterable[M], name: str) -> Iterator[M]:
+def _adapted_models(models: Iterable[M], name: str) -> Iterator[M]:
     for model in models:
         for adapter in model.adapters.values():
             if name in {f"{one}:{adapter.id}" for one in _names(model)}:
-                yield model.adapted(adapter)
+                yield model.with_adapter(adapter)

@@ -110,7 +110,7 @@ def find(name: HubName, folder: Path) -> remote.RemoteModel:
 def pinned(name: HubName, folder: Path) -> HubName:
     """A name at the commit, and with the file, that it means now. Raises like `find`."""
     listing = _listing(name, folder)
-    first, *_ = names.chosen([one["path"] for one in listing["files"]], name)
+    first, *_ = names.choose_files([one["path"] for one in listing["files"]], name)
     return HubName(name.repo, first, listing["commit"])
 
 

@@ -137,7 +137,7 @@ def _in_package(source: ModelSource) -> Path:
 
 def _hub_name(source: ModelSource) -> HubName | None:
     if source.repo is not None:
-        return names.parse(source.repo)
+        return names.parse_hub_name(source.repo)
     if source.repo_id is not None:
         return HubName(source.repo_id, source.filename)
     return None

@@ -13,7 +13,7 @@ from serve_app.server.http import request_context, request_model
 from serve_app.server.model_registry import Models, ServedModel
 from serve_app.server.workers.pool import Workers
 from serve_app.server.workers.wire import Piece
-from serve_app.server.workers.worker import NO_FILES, fetched
+from serve_app.server.workers.worker import NO_FILES, provide_files
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class InProcess:
         *pieces: Piece,
         files: Mapping[str, bytes] = NO_FILES,
     ) -> T:
-        with request_model.ignored_fields() as ignored, fetched(files):
+        with request_model.ignored_fields() as ignored, provide_files(files):
             made = prepared(work, self._models, b"".join(pieces))
         request_context.current().ignored += ignored
         return made

@@ -166,7 +166,6 @@ class FakeBackend:
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
         self.profile = Profile()
-        self.spins = False
         self.other: tuple[Mode, Profile] | None = None
         self.change_s = 0.0
         self.n_rewind = 0 if forgets else sys.maxsize
@@ -235,7 +234,7 @@ class FakeBackend:
     @property
     def setup(self) -> Setup:
         """The attributes `mode`, `profile` and others, which tests set."""
-        return Setup("llama.cpp", self.mode, self.profile, "scripted", self.mode_reason, self.spins)
+        return Setup("llama.cpp", self.mode, self.profile, "scripted", self.mode_reason)
 
     @setup.setter
     def setup(self, setup: Setup) -> None:

@@ -37,7 +37,6 @@ EXCERPTS = {
     "README.md": "tests/e2e/server/test_documents.py compares it with the answers",
     "docs/develop/how-to.md": "test_the_example_of_a_declaration_is_the_code",
     "docs/develop/scheduler.md": "test_the_step_of_the_schedulers_page_is_the_code",
-    "docs/openvino.md": "tests/unit/engine/test_kernels.py compares it with the log line",
 }
 """Pages with one block without a language, and what checks it."""
 AGENTS_BLOCKS = [

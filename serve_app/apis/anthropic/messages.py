@@ -80,8 +80,8 @@ def _kind(block: Any) -> str:
 
 
 def _blocks(content: object) -> object:
-    """Content as a list of blocks: a text is short for one block of it, and documents and search results
-    that are texts are blocks of text. Other media are refused by their names."""
+    """Content as a list of blocks. A text is short for one block of it. Documents and search results that
+    are texts are blocks of text. Other media are refused by their names."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     content = [content] if isinstance(content, dict) else content
@@ -122,12 +122,16 @@ _Seen = list[
 ]
 
 
-def _part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
+def _canonical_part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
     return Attachment(block.source.as_url) if isinstance(block, PictureBlock) else block.text
 
 
-def _parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
-    seen = (_part(one) for one in blocks if isinstance(one, TextBlock | PictureBlock | Foreign))
+def _canonical_parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
+    seen = (
+        _canonical_part(one)
+        for one in blocks
+        if isinstance(one, TextBlock | PictureBlock | Foreign)
+    )
     return tuple(part for part in seen if part)
 
 
@@ -155,7 +159,7 @@ class ToolResultBlock(Block):
 
     def as_turn(self) -> Turn:
         """The result as a turn. Templates know no errors, so the text says it."""
-        parts = _parts(self.content)
+        parts = _canonical_parts(self.content)
         text = "".join(part for part in parts if isinstance(part, str))
         text = ("Error: " if self.is_error else "") + text
         pictures = [part for part in parts if isinstance(part, Attachment)]
@@ -213,7 +217,7 @@ class Message(RequestModel):
         """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's."""
         results = [b.as_turn() for b in self.content if isinstance(b, ToolResultBlock)]
         calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
-        parts = _parts(self.content)
+        parts = _canonical_parts(self.content)
         if results and not parts:
             return results
         thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from serve_app.apis.anthropic.messages import AnthropicTools, Message, Texts, with_possible_choice
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt.conversation import Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat, PromptLength
@@ -182,8 +182,8 @@ class MessagesRequest(CountTokensRequest, AnswerParams):
 
     def _sampling(self) -> dict[str, Any]:
         return {
-            **self.shared(),
-            **given(self, Api.ANTHROPIC),
+            **self.common_fields(),
+            **read_params(self, Api.ANTHROPIC),
             "max_tokens": self.max_tokens,
             "thinking_budget_tokens": self.thinking.budget_tokens if self.thinking else None,
             "user": self.metadata.user_id if self.metadata else None,
@@ -219,7 +219,7 @@ def messages(models: Models, request: MessagesRequest) -> Messages:
     shown = (
         request.thinking is not None and request.thinks and request.thinking.display != "omitted"
     )
-    return Messages(preparation.chat(model, chat, 1, "messages"), shown)
+    return Messages(preparation.prepare_chat(model, chat, 1, "messages"), shown)
 
 
 def count_tokens(models: Models, request: CountTokensRequest) -> PromptLength:

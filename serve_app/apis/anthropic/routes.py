@@ -15,7 +15,7 @@ from serve_app.apis.anthropic.preparation import AnthropicErrorResponse, Message
 from serve_app.apis.anthropic.serving import MessageAnswer
 from serve_app.server.answering import generation
 from serve_app.server.answering.preparation import PromptLength
-from serve_app.server.http.dependencies import ModelsArgument, prepared
+from serve_app.server.http.dependencies import ModelsArgument, prepare_with
 from serve_app.server.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
 from serve_app.server.model_registry import find
 
@@ -26,7 +26,7 @@ ROUTER = api_router(AnthropicErrorResponse)
 @ROUTER.post("/v1/messages", responses=STREAMED)
 async def messages(
     models: ModelsArgument,
-    message: Annotated[Messages, prepared(preparation.messages, example=SHORT_CHAT)],
+    message: Annotated[Messages, prepare_with(preparation.messages, example=SHORT_CHAT)],
 ) -> Response:
     """Answer a chat, Anthropic's way; `stream` sends server-sent events."""
     plan = message.chat.generation
@@ -41,7 +41,7 @@ async def messages(
 @ROUTER.post("/v1/messages/count_tokens")
 async def count_tokens(
     models: ModelsArgument,
-    length: Annotated[PromptLength, prepared(preparation.count_tokens, example=CHAT)],
+    length: Annotated[PromptLength, prepare_with(preparation.count_tokens, example=CHAT)],
 ) -> dict[str, int]:
     """The tokens of the prompt that a message would be answered from."""
     return {"input_tokens": await generation.n_tokens(models, length)}

@@ -23,7 +23,7 @@ from serve_app.server.http.errors import ErrorShape, cut
 Json = dict[str, Any]
 
 _PING: Json = {"type": "ping"}
-PING = sse.named(_PING)
+PING = sse.named_event(_PING)
 """Anthropic's own, which its clients know: unlike a comment, it reaches those that wait for an event."""
 
 
@@ -57,9 +57,9 @@ class MessageAnswer(ProtocolAnswer):
             if isinstance(part, ToolCall | CallPiece):
                 events += self._call(part)
             elif isinstance(part, str):
-                events += self._said("text", part)
+                events += self._add_text("text", part)
             elif self.shows_reasoning:
-                events += self._said("thinking", part.text)
+                events += self._add_text("thinking", part.text)
         if delta.end is not None:
             events += [
                 *self._end_of_block(),
@@ -78,13 +78,13 @@ class MessageAnswer(ProtocolAnswer):
         self.events(0, sequences[0])
         return self._message(end, usage_body(end.usage))
 
-    def failed(self, error: CorralError) -> Json:
-        return error_body(error, error.status)
+    def failure_event(self, error: CorralError) -> Json:
+        return anthropic_error_body(error, error.status)
 
-    def written(self, event: Json) -> bytes:
-        return sse.named(event)
+    def encode_event(self, event: Json) -> bytes:
+        return sse.named_event(event)
 
-    def _said(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
+    def _add_text(self, kind: Literal["text", "thinking"], text: str) -> list[Json]:
         opening: list[Json] = []
         if self._open != kind:
             opening = [*self._end_of_block(), self._start(_block(kind, ""))]
@@ -167,7 +167,7 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(error: CorralError, status: int) -> Json:
+def anthropic_error_body(error: CorralError, status: int) -> Json:
     """Anthropic's error object. Source: Anthropic's API reference, "Errors"."""
     otherwise = "invalid_request_error" if status < 500 else "api_error"
     kind = _ERROR_TYPES.get(status, otherwise)
@@ -178,7 +178,7 @@ def error_body(error: CorralError, status: int) -> Json:
     return {"type": "error", "error": {"type": kind, "message": cut(message)}}
 
 
-ERRORS = {"/v1/messages/": ErrorShape(error_body)}
+ERRORS = {"/v1/messages/": ErrorShape(anthropic_error_body)}
 
 
 def usage_body(usage: Usage) -> Json:

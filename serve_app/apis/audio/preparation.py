@@ -18,7 +18,7 @@ from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat
 from serve_app.server.answering.requests import MOST_TOKENS, Text, TranslatedChat
-from serve_app.server.http.request_model import RequestModel, parsed
+from serve_app.server.http.request_model import RequestModel, parse_body
 from serve_app.server.http.upload_form import UploadForm
 from serve_app.server.media.windows import Window, group
 from serve_app.server.model_registry import ModelInfo, Models, find
@@ -60,7 +60,7 @@ class TranscriptionRequest(RequestModel):
     def wants_words(self) -> bool:
         return self.timestamp_granularities == "word"
 
-    def checked(self, *, by_whisper: bool) -> TranscriptionRequest:
+    def check(self, *, by_whisper: bool) -> TranscriptionRequest:
         """The request. Raises InvalidRequestError for combinations that there are not."""
         if self.timestamp_granularities != "segment" and not (by_whisper and self.wants_words):
             raise InvalidRequestError(
@@ -122,9 +122,9 @@ def windows(models: Models, body: bytes) -> PreparedWindows:
             raise InvalidRequestError("The form ends too early.")
         if form.filename is None:
             raise InvalidRequestError("Field required: the form has no file.", "file")
-        request = parsed(TranscriptionRequest, msgspec.json.encode(form.fields))
+        request = parse_body(TranscriptionRequest, msgspec.json.encode(form.fields))
         by_whisper = order.whisper is not None and request.model in (None, order.whisper)
-        request = request.checked(by_whisper=by_whisper)
+        request = request.check(by_whisper=by_whisper)
         model = None if by_whisper else _hearing(models, request.model)
         part = group(bytes(file), order.start, order.n)
     n = len(part.windows)

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from serve_app.apis.audio.preparation import TranscriptionRequest
 from serve_app.apis.audio.serving import Transcriber
-from serve_app.server.access.bodies import streamed
+from serve_app.server.access.bodies import mark_streamed
 from serve_app.server.http import request_context
 from serve_app.server.http.description import also, api_router, form
 
@@ -27,7 +27,7 @@ _FORM = form(_FIELDS | {"properties": _FIELDS["properties"] | _FILE, "required":
 async def _transcriber(request: Request) -> AsyncIterator[Transcriber]:
     """The application's, with a place for the caller until the answer is sent."""
     transcriber: Transcriber = request.app.state.transcriber
-    async with transcriber.places(request.headers).entered(request_context.current().holder):
+    async with transcriber.places(request.headers).place(request_context.current().holder):
         yield transcriber
 
 
@@ -36,14 +36,14 @@ TranscriberArgument = Annotated[Transcriber, Depends(_transcriber)]
 
 @ROUTER.post("/v1/audio/transcriptions", responses=_ANSWERS, openapi_extra=_FORM)
 @ROUTER.post("/audio/transcriptions", responses=_ANSWERS, openapi_extra=_FORM)
-@streamed
+@mark_streamed
 async def transcribe(request: Request, transcriber: TranscriberArgument) -> Response:
     """The text that is spoken in a file, as a form with `file`; `stream` sends server-sent events."""
     return await transcriber.respond(request, translates=False)
 
 
 @ROUTER.post("/v1/audio/translations", responses=_ANSWERS, openapi_extra=_FORM)
-@streamed
+@mark_streamed
 async def translate(request: Request, transcriber: TranscriberArgument) -> Response:
     """English text of what is spoken in a file, in whatever language; else like a transcription."""
     return await transcriber.respond(request, translates=True)

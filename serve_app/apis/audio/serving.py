@@ -210,7 +210,7 @@ class Transcript(EventAnswer):
                 request.wants_words,
             )
             heard = await recognizer.hear(caller.holder, order, window.sound)
-            caller.computed()
+            caller.keep_charge()
             self._language = self._language or heard.language
             n_tokens = sum(len(one.tokens) for one in heard.segments)
             caller.count(self.group.model, {"completion_tokens": n_tokens})
@@ -230,12 +230,12 @@ class Transcript(EventAnswer):
         self._segments += segments
         model = find(self._models, chat.generation.model)
         parsers = [generation.output_parser(model, chat) for _ in segments]
-        held, current = [deque[TokenDelta]() for _ in segments], 0
+        waiting, current = [deque[TokenDelta]() for _ in segments], 0
         async with aclosing(self._deltas):
             async for index, delta in self._deltas:
-                held[index].append(delta)
-                while current < len(held) and held[current]:
-                    delta, segment = held[current].popleft(), segments[current]
+                waiting[index].append(delta)
+                while current < len(waiting) and waiting[current]:
+                    delta, segment = waiting[current].popleft(), segments[current]
                     parts = generation.parts(parsers[current], delta)
                     texts = [part for part in parts if isinstance(part, str)]
                     if text := self._add(segment, texts):

@@ -220,7 +220,7 @@ class BatchExecutor:
         key_account = None
         if self._accounts is not None:
             await self._accounts.follow()
-            key_account = self._accounts.named(batch.owner)
+            key_account = self._accounts.find_by_name(batch.owner)
             if key_account is None:
                 return None
         return Caller(
@@ -314,11 +314,11 @@ class BatchExecution:
             chunk = await self._do(self._journal.next_chunk)
             if chunk is None:
                 break
-            checked = await self._checked(chunk.data) if chunk.data else []
+            checked = await self._check_lines(chunk.data) if chunk.data else []
             errors += await self._do(self._journal.note, chunk, checked)
         return errors[:MOST_ERRORS]
 
-    async def _checked(self, data: bytes) -> list[BatchLine]:
+    async def _check_lines(self, data: bytes) -> list[BatchLine]:
         """The lines as a worker has checked them. A line that no worker can check is wrong."""
         head = f"{self._batch.endpoint}\n".encode()
         holder = account(self._batch.owner, background=True)
@@ -335,9 +335,9 @@ class BatchExecution:
                 if middle in (0, len(data)):
                     wrong = LineError(code="invalid_line", message=error.message)
                     return [BatchLine(1, error=wrong)]
-                first = await self._checked(data[:middle])
-                n, rest = data[:middle].count(b"\n"), await self._checked(data[middle:])
-                return [*first, *(line.moved(n, middle) for line in rest)]
+                first = await self._check_lines(data[:middle])
+                n, rest = data[:middle].count(b"\n"), await self._check_lines(data[middle:])
+                return [*first, *(line.move(n, middle) for line in rest)]
         return []
 
     # -- the lines --------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class BatchExecution:
         asking: set[asyncio.Task[None]] = set()
         last: BatchLine | None = None
         async with asyncio.TaskGroup() as group:
-            while page := await self._do(self._journal.unanswered, _PAGE, last):
+            while page := await self._do(self._journal.unanswered_lines, _PAGE, last):
                 for line in page:
                     await self._executor.room.wait()
                     while len(asking) >= self._executor.lines_each:
@@ -379,7 +379,7 @@ class BatchExecution:
     async def _ask(self, line: BatchLine) -> None:
         result = await self._result(line)
         self._results.append(result)
-        self._pace.answered(1, time.time())
+        self._pace.on_answers(1, time.time())
 
     def _is_promoted(self) -> bool:
         now = time.time()

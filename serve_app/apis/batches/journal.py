@@ -88,17 +88,17 @@ class BatchJournal:
 
     # -- the lines --------------------------------------------------------------------------------
 
-    def _checked(self) -> tuple[int, int, bool]:
+    def _read_progress(self) -> tuple[int, int, bool]:
         row = self._db.execute("SELECT start, n, is_all FROM checked").fetchone() or (0, 0, False)
         return row[0], row[1], bool(row[2])
 
     @property
     def is_checked(self) -> bool:
-        return self._checked()[2]
+        return self._read_progress()[2]
 
     def next_chunk(self) -> LineChunk | None:
         """The lines to be checked next; None after the last."""
-        start, n, is_all = self._checked()
+        start, n, is_all = self._read_progress()
         if is_all:
             return None
         data = os.pread(self._input, CHUNK_BYTES, start)
@@ -142,7 +142,7 @@ class BatchJournal:
             return [LineError(code=code, message=message, param=param, line=n)]
         return []
 
-    def unanswered(self, most: int, after: BatchLine | None = None) -> list[BatchLine]:
+    def unanswered_lines(self, most: int, after: BatchLine | None = None) -> list[BatchLine]:
         """The next lines without a result, at most so many. Lines that begin alike are neighbours."""
         where, values = "", []
         if after is not None:
@@ -196,7 +196,7 @@ class BatchJournal:
 
     def export(self) -> dict[str, Path]:
         """Write the results as files, `output` and `error`, in the lines' order, but for empty ones."""
-        made: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for kind, good in (("output", 1), ("error", 0)):
             path = self._folder / f"{self._batch_id}.{kind}.{uuid.uuid4().hex}"
             results = self._db.execute(
@@ -210,14 +210,14 @@ class BatchJournal:
                     os.fsync(file.fileno())
                     n_bytes = file.tell()
             except BaseException:
-                for unfinished in (path, *made.values()):
+                for unfinished in (path, *paths.values()):
                     unfinished.unlink(missing_ok=True)
                 raise
             if n_bytes:
-                made[kind] = path
+                paths[kind] = path
             else:
                 path.unlink()
-        return made
+        return paths
 
 
 def line_of(

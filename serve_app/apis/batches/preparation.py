@@ -33,7 +33,7 @@ class BatchLine:
     prefix: bytes = b""
     error: LineError | None = None
 
-    def moved(self, n: int, start: int) -> BatchLine:
+    def move(self, n: int, start: int) -> BatchLine:
         """The line behind so many other lines with so many bytes."""
         return replace(self, n=self.n + n, start=self.start + start)
 
@@ -75,14 +75,14 @@ def lines(models: Models, body: bytes) -> list[BatchLine]:
     checked, start = [], 0
     for n, line in enumerate(data.split(b"\n"), 1):
         if line.strip(_BLANKS):
-            checked.append(_checked(n, line, start, endpoint.decode()))
+            checked.append(_check_line(n, line, start, endpoint.decode()))
         start += len(line) + 1
     return checked
 
 
-def _checked(n: int, line: bytes, start: int, endpoint: str) -> BatchLine:
+def _check_line(n: int, line: bytes, start: int, endpoint: str) -> BatchLine:
     try:
-        custom_id, body, prefix = _read(line.removeprefix(codecs.BOM_UTF8), endpoint)
+        custom_id, body, prefix = _read_line(line.removeprefix(codecs.BOM_UTF8), endpoint)
     except _WrongLineError as error:
         code, message, param = error.args
         return BatchLine(n, error=LineError(code=code, message=message, param=param))
@@ -92,7 +92,7 @@ def _checked(n: int, line: bytes, start: int, endpoint: str) -> BatchLine:
     return BatchLine(n, custom_id, start + line.index(body), len(body), prefix)
 
 
-def _read(line: bytes, endpoint: str) -> tuple[str, bytes, bytes]:
+def _read_line(line: bytes, endpoint: str) -> tuple[str, bytes, bytes]:
     if len(line) > MAX_BODY_BYTES:
         message = f"The line has more than {MAX_BODY_BYTES} bytes."
         raise _WrongLineError("line_too_long", message, None)

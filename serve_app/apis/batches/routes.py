@@ -27,9 +27,9 @@ from serve_app.apis.batches.objects import (
 )
 from serve_app.apis.batches.store import BatchStore, is_full
 from serve_app.base.errors import InvalidRequestError, NotSupportedError, StorageFullError
-from serve_app.server.access.bodies import streamed, unread
+from serve_app.server.access.bodies import mark_streamed, mark_unread
 from serve_app.server.http import request_context
-from serve_app.server.http.dependencies import of_app, prepared
+from serve_app.server.http.dependencies import of_app, prepare_with
 from serve_app.server.http.description import also, api_router, form
 from serve_app.server.http.upload_form import UploadForm
 
@@ -64,15 +64,15 @@ def _owner() -> str:
 
 
 @ROUTER.post("/v1/files", openapi_extra=_UPLOAD)
-@streamed
+@mark_streamed
 async def create_file(request: Request, batches: BatchesArgument) -> FileObject:
     """Upload a file of requests, as a form: `file`, and `purpose`, which is `batch`."""
     store, owner = batches.store, _owner()
     await _do(store, store.check_room, owner)
     arriving = store.folder / "arriving" / uuid.uuid4().hex
     try:
-        form = await _received(request, batches, arriving)
-        return await _do(store, _taken, store, owner, arriving, form)
+        form = await _receive_form(request, batches, arriving)
+        return await _do(store, _take_file, store, owner, arriving, form)
     finally:
         await asyncio.to_thread(arriving.unlink, missing_ok=True)
 
@@ -123,7 +123,7 @@ async def delete_file(batches: BatchesArgument, file_id: str) -> DeletedFile:
 
 @ROUTER.post("/v1/batches")
 async def create_batch(
-    batches: BatchesArgument, body: Annotated[BatchRequest, prepared(preparation.batch)]
+    batches: BatchesArgument, body: Annotated[BatchRequest, prepare_with(preparation.batch)]
 ) -> BatchObject:
     """Have a file's requests answered, behind everybody else's."""
     store = batches.store
@@ -148,7 +148,7 @@ async def get_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
 
 
 @ROUTER.post("/v1/batches/{batch_id}/cancel")
-@unread
+@mark_unread
 async def cancel_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
     """Have a batch end soon; what has been answered by then is kept."""
     batch = await _do(batches.store, batches.store.cancel, _owner(), batch_id)
@@ -156,7 +156,7 @@ async def cancel_batch(batches: BatchesArgument, batch_id: str) -> BatchObject:
     return batch
 
 
-async def _received(request: Request, batches: BatchExecutor, arriving: Path) -> UploadForm:
+async def _receive_form(request: Request, batches: BatchExecutor, arriving: Path) -> UploadForm:
     """The form, whose file is on the disk. Raises CorralError."""
     store, buffer = batches.store, bytearray()
     content_type = request.headers.get("content-type", "")
@@ -190,7 +190,7 @@ async def _do(store: BatchStore, function: Callable[..., T], *arguments: Any, **
         raise StorageFullError("The disk for files and batches is full.") from None
 
 
-def _taken(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> FileObject:
+def _take_file(store: BatchStore, owner: str, arriving: Path, form: UploadForm) -> FileObject:
     if form.filename is None:
         raise InvalidRequestError("Field required: the form has no file.", "file")
     if form.fields.get("purpose") != "batch":

@@ -1,9 +1,9 @@
 """The store of files and batches: which there are, whose they are, and which ingress works on a batch.
 
 SQLite, in a folder that all ingresses see. Its transactions and its journal are what "nothing is lost, and
-nothing is written twice" needs, a process that is killed leaves nothing to be cleaned up, and nobody has to
-run anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines;
-those share it if their file system has locks (NFS 4, EFS, a cluster's).
+nothing is written twice" needs. A process that is killed leaves nothing to be cleaned up. Nobody has to run
+anything for it. The journal is a file beside it, as shared memory (WAL) would not reach other machines.
+Those share it if their file system has locks (NFS 4, EFS, a cluster's).
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class BatchStore:
                 (file_id, owner, filename, purpose, n_bytes, now, expires),
             )
             arrived.replace(self.path(file_id))
-            return _file(_one(db, "files", file_id, owner))
+            return _file_object(_one(db, "files", file_id, owner))
 
     def file(self, owner: str, file_id: str) -> FileObject:
         with self._transaction() as db:
-            return _file(_one(db, "files", file_id, owner))
+            return _file_object(_one(db, "files", file_id, owner))
 
     def files(
         self, owner: str, purpose: str | None, limit: int, after: str | None, *, newest_first: bool
@@ -163,7 +163,7 @@ class BatchStore:
         """The next `limit` files, and one more if there are more."""
         with self._transaction() as db:
             rows = _page(db, "files", owner, limit, after, purpose, newest_first=newest_first)
-        return [_file(row) for row in rows]
+        return [_file_object(row) for row in rows]
 
     def delete_file(self, owner: str, file_id: str) -> None:
         """Raises InvalidRequestError while a batch needs it."""
@@ -304,11 +304,11 @@ class BatchStore:
     def renew(self, holder: str, batch_id: str, lease_s: float) -> str | None:
         """Keep the batch. Returns its status, or None if it is another holder's, or gone."""
         with self._transaction() as db:
-            kept = db.execute(
+            row = db.execute(
                 "UPDATE batches SET leased_until = ? WHERE id = ? AND holder = ? RETURNING status",
                 (self._clock() + lease_s, batch_id, holder),
             ).fetchone()
-            return None if kept is None else str(kept["status"])
+            return None if row is None else str(row["status"])
 
     def release(self, holder: str, batch_id: str, *, failed: bool = False) -> None:
         """Let others work on the batch. After an attempt that failed, they wait for longer each time; any
@@ -350,7 +350,7 @@ class BatchStore:
             _fail(db, batch_id, errors, self._clock())
 
     def finish(
-        self, batch_id: str, status: str, made: dict[str, Path], counts: tuple[int, int, int]
+        self, batch_id: str, status: str, paths: dict[str, Path], counts: tuple[int, int, int]
     ) -> None:
         """End the batch. The files, `output` and `error` as far as there are any, are moved and become its
         own. A second call changes nothing."""
@@ -358,11 +358,11 @@ class BatchStore:
         with self._transaction() as db:
             row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if row is None or row["status"] in ENDED:
-                for path in made.values():
+                for path in paths.values():
                     path.unlink(missing_ok=True)
                 return
             expires = now + min(row["keep_s"] or self._keep_s, self._keep_s)
-            for kind, path in made.items():
+            for kind, path in paths.items():
                 file_id = f"file-{batch_id.removeprefix('batch_')}-{kind}"
                 db.execute(
                     "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -437,7 +437,7 @@ def _move(db: sqlite3.Connection, batch_id: str, status: str, now: float) -> Non
     )
 
 
-def _file(row: sqlite3.Row) -> FileObject:
+def _file_object(row: sqlite3.Row) -> FileObject:
     created, expires = row["created"], row["expires"]
     times = {"created_at": int(created), "expires_at": None if expires is None else int(expires)}
     return FileObject.model_validate(dict(row) | times | {"bytes": row["n_bytes"]})

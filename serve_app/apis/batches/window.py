@@ -2,7 +2,7 @@
 
 Nobody tells how many places the engines have for what is in the background, and replicas come and go. So
 the window grows until a line is refused, and shrinks then, as TCP's does. It doubles with each round of
-answers until the first refusal, and grows by one a round from then on (Jacobson, "Congestion Avoidance and
+answers until the first refusal. From then on it grows by one a round (Jacobson, "Congestion Avoidance and
 Control", SIGCOMM 1988).
 """
 
@@ -91,7 +91,7 @@ class BatchPace:
         self._since = now, n_left
         """The beginning of the time that is measured, and the lines that were left then."""
 
-    def answered(self, n: int, now: float) -> None:
+    def on_answers(self, n: int, now: float) -> None:
         self._n_left -= n
         began, n_before = self._since
         if now - began >= _LOOK_BACK_S:

@@ -37,13 +37,13 @@ from serve_app.server.answering.vectors import (
     Vectors,
     check_has_vectors,
     check_makes_embeddings,
-    checked,
+    check_texts,
     cut_text,
-    normalized,
+    normalize,
     to_embed,
 )
 from serve_app.server.http.request_model import ModelledRequest, RequestModel
-from serve_app.server.http.sse import encoded
+from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import ModelInfo, Models, find
 
 MAX_TEXTS = 2048
@@ -215,7 +215,7 @@ def _embeddings(
     _check_dimensions(model, request.dimensions)
     prompt = _prompt(model, request.prompt_name, request.input_type)
     return replace(
-        _given(model, request, prompt, cut=request.truncate),
+        _texts_to_embed(model, request, prompt, cut=request.truncate),
         dimensions=request.dimensions,
         as_base64=request.encoding_format == "base64",
         norm=request.embd_normalize,
@@ -229,31 +229,31 @@ def _check_dimensions(model: ModelInfo, dimensions: int | None) -> None:
         raise InvalidRequestError(message, "dimensions")
 
 
-def _given(
+def _texts_to_embed(
     model: ModelInfo, request: TextsRequest, instruction: str = "", *, cut: bool
 ) -> TextsToEmbed:
     """The request's texts, or its chat. Raises CorralError."""
     if request.messages is None:
-        made = to_embed(model, request.texts, "input", instruction, cut=cut)
+        texts = to_embed(model, request.texts, "input", instruction, cut=cut)
     else:
         chat = ChatCompletionRequest(
             messages=request.messages, add_generation_prompt=False, continue_final_message=False
         )
         tokens, media = chat_with_media(model, chat, "messages")
         cut = cut and not media
-        made = TextsToEmbed(model.id, checked(model, [tokens], "messages", cut=cut), media)
-    return replace(made, user=request.user)
+        texts = TextsToEmbed(model.id, check_texts(model, [tokens], "messages", cut=cut), media)
+    return replace(texts, user=request.user)
 
 
 def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
     """POST /v1/classify. Raises CorralError."""
     model, most = find(models, request.model), request.truncate_prompt_tokens
     _check_has_classifier(model, "classify", "classification")
-    made = _given(model, request, cut=request.truncate or most is not None)
+    order = _texts_to_embed(model, request, cut=request.truncate or most is not None)
     if most is not None and most >= 0:
-        texts = tuple(cut_text(model, tokens, most) for tokens in made.texts)
-        made = replace(made, texts=checked(model, texts, "truncate_prompt_tokens"))
-    return replace(made, norm=2 if request.use_activation else -1)
+        texts = tuple(cut_text(model, tokens, most) for tokens in order.texts)
+        order = replace(order, texts=check_texts(model, texts, "truncate_prompt_tokens"))
+    return replace(order, norm=2 if request.use_activation else -1)
 
 
 def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
@@ -296,19 +296,19 @@ class PairsToRank:
 def rerank(models: Models, request: RerankRequest) -> PairsToRank:
     """POST /v1/rerank. Raises CorralError."""
     pairs = [(request.query, text) for text in request.texts]
-    model, texts = _pairs(models, request, pairs)
+    model, texts = _tokenize_pairs(models, request, pairs)
     told = tuple(request.texts) if request.return_documents else None
     return PairsToRank(model.id, texts, request.top_n, request.is_tei, told)
 
 
 def score(models: Models, request: ScoreRequest) -> PairsToRank:
     """POST /v1/score. Raises CorralError."""
-    model, texts = _pairs(models, request, request.pairs)
+    model, texts = _tokenize_pairs(models, request, request.pairs)
     is_logistic = request.use_activation and not model.tokenizer.model.has_softmax
     return PairsToRank(model.id, texts, is_logistic=is_logistic)
 
 
-def _pairs(
+def _tokenize_pairs(
     models: Models, request: RerankRequest | ScoreRequest, pairs: Sequence[tuple[str, str]]
 ) -> tuple[ModelInfo, Texts]:
     """The model, and the tokens of each pair. Raises CorralError."""
@@ -322,7 +322,7 @@ def _pairs(
             "model",
         )
     encoded = [model.tokenizer.encode_pair(*pair) for pair in pairs]
-    return model, checked(model, encoded, "documents", cut=request.truncate)
+    return model, check_texts(model, encoded, "documents", cut=request.truncate)
 
 
 def _check_has_classifier(model: ModelInfo, verb: str, kind: str) -> None:
@@ -337,7 +337,7 @@ def _check_has_classifier(model: ModelInfo, verb: str, kind: str) -> None:
 def openai_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /v1/embeddings, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return encoded(
+    return encode_json(
         {
             "object": "list",
             "model": result.model,
@@ -347,9 +347,9 @@ def openai_answer(models: Models, body: bytes) -> bytes:
                     "index": i,
                     "embedding": in_base64(vector) if result.as_base64 else vector,
                 }
-                for i, vector in enumerate(normalized(vectors, result.norm))
+                for i, vector in enumerate(normalize(vectors, result.norm))
             ],
-            "usage": usage(result.n_tokens),
+            "usage": usage_json(result.n_tokens),
         }
     )
 
@@ -358,16 +358,16 @@ def llama_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /embedding, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
     if result.lengths is None:
-        of_texts = list(normalized(vectors, result.norm)[:, np.newaxis])
+        of_texts = list(normalize(vectors, result.norm)[:, np.newaxis])
     else:
         of_texts = np.split(vectors, np.cumsum(result.lengths)[:-1])
-    return encoded([{"index": i, "embedding": one} for i, one in enumerate(of_texts)])
+    return encode_json([{"index": i, "embedding": one} for i, one in enumerate(of_texts)])
 
 
 def tei_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /embed, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return encoded(normalized(vectors, result.norm))
+    return encode_json(normalize(vectors, result.norm))
 
 
 def classify_answer(models: Models, body: bytes) -> bytes:
@@ -382,14 +382,14 @@ def classify_answer(models: Models, body: bytes) -> bytes:
         {"index": i, "label": labels[row.argmax()], "probs": row, "num_classes": len(row)}
         for i, row in enumerate(probs)
     ]
-    return encoded(
+    return encode_json(
         {
             "id": f"classify-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
             "model": result.model,
             "data": data,
-            "usage": usage(result.n_tokens),
+            "usage": usage_json(result.n_tokens),
         }
     )
 
@@ -404,7 +404,7 @@ def probabilities(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
     return shares
 
 
-def usage(n_tokens: int) -> dict[str, int]:
+def usage_json(n_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
 
 

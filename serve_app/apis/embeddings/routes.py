@@ -8,9 +8,14 @@ import numpy as np
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.apis.embeddings import preparation
-from serve_app.apis.embeddings.preparation import PairsToRank, usage
+from serve_app.apis.embeddings.preparation import PairsToRank, usage_json
 from serve_app.server.answering.vectors import TextsToEmbed, compute, embed
-from serve_app.server.http.dependencies import BodiesArgument, ModelsArgument, prepared, written
+from serve_app.server.http.dependencies import (
+    BodiesArgument,
+    ModelsArgument,
+    bytes_response,
+    prepare_with,
+)
 from serve_app.server.http.description import api_router
 from serve_app.server.http.sse import Json
 from serve_app.server.model_registry import find
@@ -22,10 +27,14 @@ ROUTER = api_router()
 async def embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.embeddings, example={"input": ["A fox."]})],
+    body: Annotated[
+        TextsToEmbed, prepare_with(preparation.embeddings, example={"input": ["A fox."]})
+    ],
 ) -> Response:
     """Texts, with pictures or without, as vectors of length 1, OpenAI's way."""
-    return written(await bodies.work(preparation.openai_answer, *await compute(models, body)))
+    return bytes_response(
+        await bodies.work(preparation.openai_answer, *await compute(models, body))
+    )
 
 
 @ROUTER.post("/embedding")
@@ -34,21 +43,23 @@ async def embedding(
     models: ModelsArgument,
     bodies: BodiesArgument,
     body: Annotated[
-        TextsToEmbed, prepared(preparation.llama_embedding, example={"input": "A fox."})
+        TextsToEmbed, prepare_with(preparation.llama_embedding, example={"input": "A fox."})
     ],
 ) -> Response:
     """Texts, with pictures or without, as vectors, llama-server's way."""
-    return written(await bodies.work(preparation.llama_answer, *await compute(models, body)))
+    return bytes_response(await bodies.work(preparation.llama_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/embed")
 async def tei_embed(
     models: ModelsArgument,
     bodies: BodiesArgument,
-    body: Annotated[TextsToEmbed, prepared(preparation.tei_embed, example={"inputs": ["A fox."]})],
+    body: Annotated[
+        TextsToEmbed, prepare_with(preparation.tei_embed, example={"inputs": ["A fox."]})
+    ],
 ) -> Response:
     """Texts as a list of vectors, as text-embeddings-inference answers."""
-    return written(await bodies.work(preparation.tei_answer, *await compute(models, body)))
+    return bytes_response(await bodies.work(preparation.tei_answer, *await compute(models, body)))
 
 
 @ROUTER.post("/v1/classify")
@@ -57,11 +68,14 @@ async def classify(
     models: ModelsArgument,
     bodies: BodiesArgument,
     body: Annotated[
-        TextsToEmbed, prepared(preparation.classify, example={"input": ["A fox.", "A brave fox."]})
+        TextsToEmbed,
+        prepare_with(preparation.classify, example={"input": ["A fox.", "A brave fox."]}),
     ],
 ) -> Response:
     """The most likely class of each text, and the probabilities of all, as vLLM answers."""
-    return written(await bodies.work(preparation.classify_answer, *await compute(models, body)))
+    return bytes_response(
+        await bodies.work(preparation.classify_answer, *await compute(models, body))
+    )
 
 
 @ROUTER.post("/v1/rerank")
@@ -73,7 +87,7 @@ async def rerank(
     models: ModelsArgument,
     body: Annotated[
         PairsToRank,
-        prepared(
+        prepare_with(
             preparation.rerank,
             example={"query": "Where is Lisbon?", "documents": ["In Portugal.", "A fox."]},
         ),
@@ -91,7 +105,7 @@ async def rerank(
             result |= text if body.is_tei else {"document": text}
     if body.is_tei:
         return JSONResponse(results)
-    used = usage(n_tokens)
+    used = usage_json(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "results": results})
 
 
@@ -101,7 +115,7 @@ async def score(
     models: ModelsArgument,
     body: Annotated[
         PairsToRank,
-        prepared(
+        prepare_with(
             preparation.score,
             example={"queries": "Where is Lisbon?", "documents": ["In Portugal."]},
         ),
@@ -115,5 +129,5 @@ async def score(
     data = [
         {"index": i, "object": "score", "score": one} for i, (one,) in enumerate(scores.tolist())
     ]
-    used = usage(n_tokens)
+    used = usage_json(n_tokens)
     return JSONResponse({"model": body.model, "object": "list", "usage": used, "data": data})

@@ -63,7 +63,7 @@ def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
     )
     what = "Replicas that run and are not in these numbers, as they did not answer in time."
     missing = ("corral_replicas_missing", "gauge", float(n_missing), what)
-    return (_written("llamacpp:", figures) + _written("", [missing])).encode()
+    return (_write_figures("llamacpp:", figures) + _write_figures("", [missing])).encode()
 
 
 def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: bytes) -> bytes:
@@ -72,13 +72,13 @@ def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: byt
     total = _totals(replicas)
     computed, cached = total("tokens.prompt_tokens"), total("tokens.cached_tokens")
     n_held = sum(slot["n_past"] for one in replicas for slot in one.engine["slots"])
-    held = _rate(n_held, sum(one.engine["n_ctx"] for one in replicas))
+    cache_usage = _rate(n_held, sum(one.engine["n_ctx"] for one in replicas))
     generated, preemptions = total("tokens.generated_tokens"), total("requests.preemptions")
     running, waiting = total("queue.running"), total("queue.waiting")
     figures = (
         ("num_requests_running", "gauge", running, "Requests that have a slot."),
         ("num_requests_waiting", "gauge", waiting, "Requests that wait for a slot."),
-        ("kv_cache_usage_perc", "gauge", held, "KV cache in use, from 0 to 1."),
+        ("kv_cache_usage_perc", "gauge", cache_usage, "KV cache in use, from 0 to 1."),
         ("prompt_tokens_total", "counter", computed + cached, "Prompt tokens."),
         ("generation_tokens_total", "counter", generated, "Generated tokens."),
         ("prefix_cache_queries_total", "counter", computed + cached, "Prompt tokens, looked up."),
@@ -86,8 +86,8 @@ def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: byt
         ("num_preemptions_total", "counter", preemptions, "Sequences that lost their slot."),
     )
     name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    text = _written("vllm:", figures, f'{{model_name="{name}"}}')
-    return text.encode() + b"".join(map(_renamed, _OWN.finditer(exposition)))
+    text = _write_figures("vllm:", figures, f'{{model_name="{name}"}}')
+    return text.encode() + b"".join(map(_rename, _OWN.finditer(exposition)))
 
 
 def _totals(replicas: Sequence[ReplicaStats]) -> Callable[[str], float]:
@@ -100,13 +100,13 @@ def _totals(replicas: Sequence[ReplicaStats]) -> Callable[[str], float]:
     return total
 
 
-def _renamed(line: re.Match[bytes]) -> bytes:
+def _rename(line: re.Match[bytes]) -> bytes:
     comment, name, suffix, rest = (part or b"" for part in line.groups())
     label = re.sub(rb'(?<=[{,])model="', b'model_name="', rest, count=1)
     return comment + b"vllm:" + _OF_VLLM[name.decode()].encode() + suffix + label + b"\n"
 
 
-def _written(prefix: str, figures: Iterable[_Figure], label: str = "") -> str:
+def _write_figures(prefix: str, figures: Iterable[_Figure], label: str = "") -> str:
     return "".join(
         f"# HELP {prefix}{name} {what}\n# TYPE {prefix}{name} {kind}\n{prefix}{name}{label} {value}\n"
         for name, kind, value, what in figures

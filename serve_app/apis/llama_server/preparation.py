@@ -30,8 +30,8 @@ from serve_app.server.answering.preparation import (
     tokenize_checked,
 )
 from serve_app.server.answering.prompts import MediaPrompt, media_prompt, mixed_tokens
-from serve_app.server.http.request_model import parsed
-from serve_app.server.http.sse import encoded
+from serve_app.server.http.request_model import parse_body
+from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import ModelInfo, Models, find
 from serve_app.server.workers.worker import grant_memory
 
@@ -112,8 +112,8 @@ def _with_triggers(model: ModelInfo, request: LlamaParams) -> SamplingParams:
 
 
 def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
-    """Other files come before the texts; of those, the beginning is left out, if it would leave less than a
-    quarter of the context for the answer."""
+    """Other files come before the texts. Their beginning is left out if it would leave less than a quarter
+    of the context for the answer."""
     texts = request.input_prefix, request.input_suffix, request.prompt
     encode, encode_files = model.tokenizer.encode_infill, model.tokenizer.encode_infill_files
     prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
@@ -131,9 +131,11 @@ def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     grant_memory(2 * CHAR_BYTES * len(request.content))  # for the answer, too
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
     if not request.with_pieces:
-        return encoded({"tokens": tokens})
+        return encode_json({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
-    return encoded({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]})
+    return encode_json(
+        {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+    )
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -147,17 +149,17 @@ def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
     """POST /detokenize: the answer, as JSON. Raises CorralError."""
     model = find(models, request.model)
     refuse_unknown_tokens(model, "tokens", request.tokens)
-    return encoded({"content": model.tokenizer.decode(request.tokens, special=True)})
+    return encode_json({"content": model.tokenizer.decode(request.tokens, special=True)})
 
 
 def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
     """POST /apply-template: the answer, as JSON. Raises CorralError."""
-    return encoded({"prompt": preparation.chat_text(find(models, request.model), request)})
+    return encode_json({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
 def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
     """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
-    request = parsed(SlotRequest, body) if body else SlotRequest()
+    request = parse_body(SlotRequest, body) if body else SlotRequest()
     return find(models, request.model).id, request.filename
 
 
@@ -168,18 +170,18 @@ def named_model(models: Models, request: ModelRequest) -> str:
 
 def properties(models: Models, body: bytes) -> None:
     """POST /props. Raises InvalidRequestError for what is no JSON object."""
-    parsed(PropsRequest, body or b"{}")
+    parse_body(PropsRequest, body or b"{}")
 
 
 def adapters(models: Models, body: bytes) -> AdapterChange | None:
     """POST /lora-adapters: what is to be loaded or unloaded, if anything. Raises CorralError, also for
     scales: what requests have that say nothing does not change while others run."""
     if body.lstrip().startswith(b"{"):
-        change = parsed(AdapterChange, body)
+        change = parse_body(AdapterChange, body)
         found = find(models, change.model)
         return change.model_copy(update={"model": found.id})
     known = find(models, None).adapters
-    for adapter in parsed(list[LoraAdapter], body):
+    for adapter in parse_body(list[LoraAdapter], body):
         if adapter.id not in known:
             raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
         if adapter.scale != 0:

@@ -28,7 +28,12 @@ from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.answering.prompts import MEDIA_MARKER
 from serve_app.server.answering.timings import BUILD
 from serve_app.server.http import request_context
-from serve_app.server.http.dependencies import ModelsArgument, operators_only, prepared, written
+from serve_app.server.http.dependencies import (
+    ModelsArgument,
+    bytes_response,
+    operators_only,
+    prepare_with,
+)
 from serve_app.server.http.description import CHAT, STREAMED, api_router
 from serve_app.server.http.sse import EventStream
 from serve_app.server.model_control import ModelControl, ModelControlArgument
@@ -56,7 +61,8 @@ async def slots(
 async def act_on_slot(
     models: ModelsArgument,
     body: Annotated[
-        tuple[str, str | None], prepared(preparation.slot_request, optional=True, kind=SlotRequest)
+        tuple[str, str | None],
+        prepare_with(preparation.slot_request, optional=True, kind=SlotRequest),
     ],
     id_slot: int,
     action: Literal["save", "restore", "erase"],
@@ -101,7 +107,8 @@ async def lora_adapters(models: ModelsArgument, model: str | None = None) -> lis
 async def change_lora_adapters(
     models: ModelsArgument,
     change: Annotated[
-        AdapterChange | None, prepared(preparation.adapters, kind=AdapterChange | list[LoraAdapter])
+        AdapterChange | None,
+        prepare_with(preparation.adapters, kind=AdapterChange | list[LoraAdapter]),
     ],
 ) -> dict[str, bool]:
     """Load one more adapter, or unload one. Or set scales, as at llama-server: only to 0, as each
@@ -117,7 +124,7 @@ async def change_lora_adapters(
 
 @ROUTER.post("/models/load", dependencies=[_LOADING])
 async def load_model(
-    models: ModelsArgument, name: Annotated[str, prepared(preparation.named_model)]
+    models: ModelsArgument, name: Annotated[str, prepare_with(preparation.named_model)]
 ) -> dict[str, bool]:
     """Load a model that has `keep_alive`, and answer when it is there. For operators."""
     await find(models, name).engine.load()
@@ -128,7 +135,7 @@ async def load_model(
 async def unload_model(
     request: Request,
     models: ModelsArgument,
-    name: Annotated[str, prepared(preparation.named_model)],
+    name: Annotated[str, prepare_with(preparation.named_model)],
 ) -> dict[str, bool]:
     """Let a model that has `keep_alive` go as soon as nobody uses it, or end its download. For
     operators."""
@@ -140,7 +147,7 @@ async def unload_model(
 
 @ROUTER.post("/models", dependencies=[_LOADING])
 async def download_model(
-    control: ModelControlArgument, name: Annotated[str, prepared(preparation.named_model)]
+    control: ModelControlArgument, name: Annotated[str, prepare_with(preparation.named_model)]
 ) -> dict[str, bool]:
     """Begin to download a model of a hub, which is served then. For operators."""
     control.pull_later(name)
@@ -198,7 +205,7 @@ async def completion(
     models: ModelsArgument,
     body: Annotated[
         PreparedLlamaCompletion,
-        prepared(
+        prepare_with(
             preparation.completion, example={"prompt": "The capital of Portugal is", "n_predict": 8}
         ),
     ],
@@ -212,7 +219,7 @@ async def infill(
     models: ModelsArgument,
     body: Annotated[
         PreparedLlamaCompletion,
-        prepared(
+        prepare_with(
             preparation.infill,
             example={"input_prefix": "def one():\n", "input_suffix": "\n", "n_predict": 8},
         ),
@@ -233,27 +240,28 @@ async def _respond(models: Mapping[str, ServedModel], body: PreparedLlamaComplet
 @ROUTER.post("/tokenize")
 async def tokenize(
     answer: Annotated[
-        bytes, prepared(preparation.tokenize, example={"content": "A fox.", "with_pieces": True})
+        bytes,
+        prepare_with(preparation.tokenize, example={"content": "A fox.", "with_pieces": True}),
     ],
 ) -> Response:
     """A text's tokens."""
-    return written(answer)
+    return bytes_response(answer)
 
 
 @ROUTER.post("/detokenize")
 async def detokenize(
-    answer: Annotated[bytes, prepared(preparation.detokenize, example={"tokens": [65, 66]})],
+    answer: Annotated[bytes, prepare_with(preparation.detokenize, example={"tokens": [65, 66]})],
 ) -> Response:
     """The text of tokens."""
-    return written(answer)
+    return bytes_response(answer)
 
 
 @ROUTER.post("/apply-template")
 async def apply_template(
-    answer: Annotated[bytes, prepared(preparation.apply_template, example=CHAT)],
+    answer: Annotated[bytes, prepare_with(preparation.apply_template, example=CHAT)],
 ) -> Response:
     """A chat as the text that the model gets."""
-    return written(answer)
+    return bytes_response(answer)
 
 
 @ROUTER.get("/props")
@@ -311,7 +319,7 @@ async def _keys_only() -> None:
     dependencies=[operators_only("What is done to properties"), Depends(_keys_only)],
 )
 async def change_props(
-    _: Annotated[None, prepared(preparation.properties, optional=True)],
+    _: Annotated[None, prepare_with(preparation.properties, optional=True)],
 ) -> dict[str, bool]:
     """Change properties, for keys with `admin`: as at llama-server, there are none yet that can be, so
     what is sent is named as ignored."""

@@ -38,7 +38,7 @@ class LlamaChoice:
         answer = self._final(delta.text, tokens, delta.end)
         if delta.logprobs:
             answer["completion_probabilities"] = self._probabilities(delta)
-        return self._selected(answer)
+        return self._select_fields(answer)
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """The events of a delta: how far its prompt is, its text, and at the end what the whole was."""
@@ -52,19 +52,19 @@ class LlamaChoice:
         elif delta.text or (delta.token_ids and delta.end is None):
             events.append(self._event(delta.text, delta.token_ids))
         if delta.end is not None:
-            events.append(self._selected(self._final("", [], delta.end)))
+            events.append(self._select_fields(self._final("", [], delta.end)))
         return events
 
     def _progress(self, progress: PromptProgress) -> Json:
         fields = {"prompt_progress": prompt_progress(progress)}
         if self.completion.generation.timings_per_token:
-            fields["timings"] = self._running.told(progress)
+            fields["timings"] = self._running.to_json(progress)
         return self._part("", ()) | fields
 
     def _event(self, content: str, tokens: Sequence[int]) -> Json:
         event = self._part(content, tokens)
         if self.completion.generation.timings_per_token:
-            event["timings"] = self._running.told()
+            event["timings"] = self._running.to_json()
         return event
 
     def _part(self, content: str, tokens: Sequence[int]) -> Json:
@@ -124,18 +124,18 @@ class LlamaChoice:
         shares = sampling.post_sampling_probs
         return logprobs.entries(tokens, piece, shares=shares, with_ids=True)
 
-    def _selected(self, answer: Json) -> Json:
+    def _select_fields(self, answer: Json) -> Json:
         """Only the `response_fields`, if the request names some."""
         if self.completion.response_fields is None:
             return answer
-        found: Json = {}
+        fields: Json = {}
         for path in self.completion.response_fields:
             value: Any = answer
             for one in path.split("/"):
                 value = value.get(one, _MISSING) if isinstance(value, dict) else _MISSING
             if value is not _MISSING:
-                found[path] = value
-        return found
+                fields[path] = value
+        return fields
 
 
 _MISSING = object()
@@ -181,7 +181,7 @@ def generation_settings(
         "n_ctx": n_ctx_slot,
         "model": model,
         **_OFF,
-        **sampling_fields.told(sampling, Api.OPENAI),
+        **sampling_fields.write_params(sampling, Api.OPENAI),
         "seed": -1 if sampling.seed is None else sampling.seed,
         "max_tokens": n_predict,
         "n_predict": n_predict,

@@ -38,18 +38,18 @@ def _quantization(file_type: object) -> str:
     return "unknown"
 
 
-def named(models: Models, request: OllamaShowRequest) -> str:
+def model_id(models: Models, request: OllamaShowRequest) -> str:
     """POST /api/show: the model's id. Raises CorralError."""
-    return find(models, request.named).id
+    return find(models, request.wanted_name).id
 
 
-def describe(models: Models, nothing: bytes) -> dict[str, Json]:
+def describe_models(models: Models, nothing: bytes) -> dict[str, Json]:
     """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids. Runs in a worker,
     as it reads files. Raises OSError if one is gone."""
-    return {model.id: _described(model) for model in models.values()}
+    return {model.id: _describe(model) for model in models.values()}
 
 
-def _described(model: ModelInfo) -> Json:
+def _describe(model: ModelInfo) -> Json:
     """Clients take `context_length` for what a request may have, so it is no more than that."""
     file, n_ctx = model.tokenizer.model, model.n_ctx_slot
     metadata = {
@@ -102,7 +102,7 @@ def _capabilities(model: ModelInfo) -> list[str]:
         return []
     if tokenizer.model.pooling is not None or not tokenizer.model.is_causal:
         return ["embedding"]
-    found = {
+    capabilities = {
         "completion": True,
         "tools": True,
         "insert": tokenizer.can_infill,
@@ -110,4 +110,4 @@ def _capabilities(model: ModelInfo) -> list[str]:
         "audio": model.hears,
         "thinking": tokenizer.thinks,
     }
-    return [name for name, has_it in found.items() if has_it]
+    return [name for name, has_it in capabilities.items() if has_it]

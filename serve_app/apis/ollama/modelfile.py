@@ -40,21 +40,21 @@ def _add(fields: Json, instruction: str, argument: str) -> None:
         name, _, value = argument.partition(" ")
         parameters = fields.setdefault("parameters", {})
         if name == "stop":
-            parameters.setdefault(name, []).append(_unquoted(value.strip()))
+            parameters.setdefault(name, []).append(_unquote(value.strip()))
         else:
-            parameters[name] = value_of(name, _unquoted(value.strip()))
+            parameters[name] = value_of(name, _unquote(value.strip()))
     elif instruction == "adapter":
         adapters = fields.setdefault("adapters", {})
-        adapters[f"adapter-{len(adapters) + 1}"] = _unquoted(argument)
+        adapters[f"adapter-{len(adapters) + 1}"] = _unquote(argument)
     elif instruction == "message":
         fields.setdefault("messages", []).append(argument)
     elif instruction in _TEXTS:
-        fields[instruction] = _unquoted(argument)
+        fields[instruction] = _unquote(argument)
     else:
         raise InvalidRequestError(f"Corral knows no instruction {instruction[:50]!r}.", "modelfile")
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     for quotes in ('"""', '"'):
         if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
             return text[len(quotes) : -len(quotes)]

@@ -32,11 +32,11 @@ from serve_app.server.answering.vectors import (
     ComputedVectors,
     TextsToEmbed,
     check_makes_embeddings,
-    normalized,
+    normalize,
     to_embed,
 )
-from serve_app.server.http.request_model import parsed
-from serve_app.server.http.sse import encoded
+from serve_app.server.http.request_model import parse_body
+from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import ModelInfo, Models, find, full_name
 
 _NUM_KEEP = 4
@@ -71,16 +71,16 @@ def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | Ollam
     turns = [message.as_turn() for message in request.messages]
     model = find(models, request.model)
     if not turns:
-        return _load(model, request)
+        return _load_order(model, request)
     _check_thinking(model, request)
     translated = request.as_chat(turns, request.tools, can_think=model.tokenizer.thinks)
     try:
-        prepared = preparation.chat(model, translated, 1, "messages")
+        prepared = preparation.prepare_chat(model, translated, 1, "messages")
     except PromptTooLongError:
         if not request.truncate:
             raise
         fitting = _last_turns(model, request, translated, turns)
-        prepared = preparation.chat(model, fitting, 1, "messages")
+        prepared = preparation.prepare_chat(model, fitting, 1, "messages")
     return _generation(model, request, prepared, context=False)
 
 
@@ -88,7 +88,7 @@ def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration
     """POST /api/generate. Raises CorralError."""
     model = find(models, request.model)
     if not request.prompt:
-        return _load(model, request)
+        return _load_order(model, request)
     if request.images and (request.raw or request.suffix):
         raise InvalidRequestError("Pictures go with a chat template: not raw, no suffix.", "images")
     if request.raw and (request.template or request.system or request.context):
@@ -104,16 +104,16 @@ def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration
     if request.raw:
         encode = model.tokenizer.encode
         prompt = tokenize_checked(model, "prompt", len(request.prompt), encode, request.prompt)
-        prepared = _untemplated(model, request, request.as_completion(), prompt, thinks=False)
+        prepared = _chat_of_tokens(model, request, request.as_completion(), prompt, thinks=False)
         return _generation(model, request, prepared, context=False)
     translated = request.as_chat(_turns(request), [], can_think=model.tokenizer.thinks)
     prompt, media = preparation.chat_with_media(model, translated, "images")
     prompt = _after_context(model, request, prompt)
-    prepared = _untemplated(model, request, translated, prompt, thinks=True, media=media)
+    prepared = _chat_of_tokens(model, request, translated, prompt, thinks=True, media=media)
     return _generation(model, request, prepared, context=not media)
 
 
-def _load(model: ModelInfo, request: OllamaRequest) -> OllamaLoad:
+def _load_order(model: ModelInfo, request: OllamaRequest) -> OllamaLoad:
     return OllamaLoad(model.id, _name(model, request), "unload" if request.unloads else "load")
 
 
@@ -138,9 +138,9 @@ def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:
 def _last_turns(
     model: ModelInfo, request: OllamaRequest, translated: TranslatedChat, turns: Sequence[Turn]
 ) -> TranslatedChat:
-    """The request without its oldest turns, so that there is room for it and an answer: from a turn of the
-    user's on, and what the system said before that. Raises PromptTooLongError if not even the last one
-    fits."""
+    """The request without its oldest turns, so that there is room for it and an answer. It begins with a
+    turn of the user's, behind what the system said before that. Raises PromptTooLongError if not even the
+    last one fits."""
     starts = [place for place, turn in enumerate(turns) if turn.role == "user"]
 
     def from_(start: int) -> TranslatedChat:
@@ -188,10 +188,10 @@ def _infill(model: ModelInfo, request: OllamaGenerateRequest) -> Chat:
     encode = model.tokenizer.encode_infill
     prompt = tokenize_checked(model, "prompt", sum(map(len, texts)), encode, *texts)
     whole = request.model_copy(update={"truncate": False})  # its parts must stay where they are
-    return _untemplated(model, whole, request.as_completion(), prompt, thinks=False)
+    return _chat_of_tokens(model, whole, request.as_completion(), prompt, thinks=False)
 
 
-def _untemplated(
+def _chat_of_tokens(
     model: ModelInfo,
     request: OllamaRequest,
     params: GenerationParams,
@@ -256,31 +256,31 @@ class ModelChange(msgspec.Struct, frozen=True):
 
 def pull(models: Models, request: OllamaPullRequest) -> ModelChange:
     """POST /api/pull. Raises InvalidRequestError."""
-    return ModelChange(_required(request.named), in_lines=request.stream)
+    return ModelChange(_require_name(request.wanted_name), in_lines=request.stream)
 
 
 def copy(models: Models, request: OllamaCopyRequest) -> ModelChange:
     """POST /api/copy. Raises InvalidRequestError."""
-    return ModelChange(_required(request.destination), _required(request.source))
+    return ModelChange(_require_name(request.destination), _require_name(request.source))
 
 
 def delete(models: Models, request: OllamaShowRequest) -> ModelChange:
     """DELETE /api/delete. Raises InvalidRequestError."""
-    return ModelChange(_required(request.named))
+    return ModelChange(_require_name(request.wanted_name))
 
 
 def create(models: Models, request: OllamaCreateRequest) -> ModelChange:
     """POST /api/create. Raises InvalidRequestError."""
-    name, in_lines = _required(request.named), request.stream
+    name, in_lines = _require_name(request.wanted_name), request.stream
     if request.modelfile:
         fields = modelfile.fields_of(request.modelfile)
-        request = parsed(OllamaCreateRequest, encoded(fields))
+        request = parse_body(OllamaCreateRequest, encode_json(fields))
     if not request.origin:
         raise InvalidRequestError("Say what the model is made from: `from`, or FROM.", "from")
     return ModelChange(name, request.origin, modelfile.changes_of(request), in_lines)
 
 
-def _required(name: str | None) -> str:
+def _require_name(name: str | None) -> str:
     if not name:
         raise InvalidRequestError("Name a model.", "model")
     return name
@@ -289,10 +289,10 @@ def _required(name: str | None) -> str:
 def several(models: Models, body: bytes) -> bytes:
     """The answer to POST /api/embed, as JSON. The body is of `ComputedVectors.pieces`."""
     result, vectors = ComputedVectors.of(body)
-    return encoded(
+    return encode_json(
         {
             "model": result.model,
-            "embeddings": normalized(vectors, 2),
+            "embeddings": normalize(vectors, 2),
             "total_duration": result.total_ns,
             "load_duration": 0,
             "prompt_eval_count": result.n_tokens,
@@ -304,4 +304,4 @@ def single(models: Models, body: bytes) -> bytes:
     """The answer to POST /api/embeddings, as JSON. The body is of `ComputedVectors.pieces`. The vector
     stays as the model made it."""
     _, vectors = ComputedVectors.of(body)
-    return encoded({"embedding": vectors[0]})
+    return encode_json({"embedding": vectors[0]})

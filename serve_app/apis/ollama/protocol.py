@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of
 from serve_app.server.answering.openai_tools import known_tools
 from serve_app.server.answering.requests import (
@@ -169,8 +169,8 @@ class OllamaRequest(OllamaModelRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a space, which stands
-    before the next line's JSON; 0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a space before the next line's JSON;
+    0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
 
     @field_validator("format")
     @classmethod
@@ -217,7 +217,7 @@ class OllamaRequest(OllamaModelRequest):
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "sse_ping_interval": self.sse_ping_interval,
-            **given(self.options, Api.OPENAI),
+            **read_params(self.options, Api.OPENAI),
         }
 
     def as_chat(self, turns: list[Turn], tools: list[Tool], *, can_think: bool) -> TranslatedChat:
@@ -312,7 +312,7 @@ class OllamaShowRequest(OllamaModelRequest):
     """The older name of `model`."""
 
     @property
-    def named(self) -> str | None:
+    def wanted_name(self) -> str | None:
         """The model's name, by its new or its older field."""
         return self.name if self.model is None else self.model
 

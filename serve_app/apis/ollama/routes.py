@@ -19,16 +19,16 @@ from serve_app.apis.ollama.preparation import ModelChange, OllamaGeneration, Oll
 from serve_app.apis.ollama.protocol import OllamaErrorResponse
 from serve_app.apis.ollama.serving import Kind, OllamaAnswer, PullLines
 from serve_app.base.errors import PermissionDeniedError
-from serve_app.server.access.bodies import unread
+from serve_app.server.access.bodies import mark_unread
 from serve_app.server.answering import generation
 from serve_app.server.answering.vectors import TextsToEmbed, compute
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import (
     BodiesArgument,
     ModelsArgument,
+    bytes_response,
     operators_only,
-    prepared,
-    written,
+    prepare_with,
 )
 from serve_app.server.http.description import CHAT, also, api_router
 from serve_app.server.model_control import ModelControlArgument, PullProgress
@@ -54,7 +54,7 @@ async def ollama_chat(
     models: ModelsArgument,
     body: Annotated[
         OllamaGeneration | OllamaLoad,
-        prepared(preparation.chat, any_type=True, example=CHAT | {"stream": False}),
+        prepare_with(preparation.chat, any_type=True, example=CHAT | {"stream": False}),
     ],
 ) -> Response:
     """Answer a chat, Ollama's way: line by line, unless `stream` is false."""
@@ -67,7 +67,7 @@ async def ollama_generate(
     models: ModelsArgument,
     body: Annotated[
         OllamaGeneration | OllamaLoad,
-        prepared(
+        prepare_with(
             preparation.generate,
             any_type=True,
             example={"prompt": "Tell me a story.", "stream": False},
@@ -87,7 +87,7 @@ async def _respond(
             await engine.load()
         elif request_context.current().is_operator:
             await engine.release()
-        return JSONResponse(serving.loaded(kind, body.name, body.reason))
+        return JSONResponse(serving.load_answer(kind, body.name, body.reason))
     plan = body.chat.generation
     model = find(models, plan.model)
     answer = OllamaAnswer(
@@ -108,14 +108,14 @@ async def ollama_embed(
     models: ModelsArgument,
     bodies: BodiesArgument,
     body: Annotated[
-        TextsToEmbed, prepared(preparation.embed, any_type=True, example={"input": ["A fox."]})
+        TextsToEmbed, prepare_with(preparation.embed, any_type=True, example={"input": ["A fox."]})
     ],
 ) -> Response:
     """Texts as vectors of length 1, Ollama's way."""
     if not body.texts:
         return JSONResponse({"model": body.name, "embeddings": []})
     pieces = await compute(models, body, began)
-    return written(await bodies.work(preparation.several, *pieces))
+    return bytes_response(await bodies.work(preparation.several, *pieces))
 
 
 @ROUTER.post("/api/embeddings")
@@ -123,13 +123,14 @@ async def ollama_embeddings(
     models: ModelsArgument,
     bodies: BodiesArgument,
     body: Annotated[
-        TextsToEmbed, prepared(preparation.embeddings, any_type=True, example={"prompt": "A fox."})
+        TextsToEmbed,
+        prepare_with(preparation.embeddings, any_type=True, example={"prompt": "A fox."}),
     ],
 ) -> Response:
     """A text as a vector, as Ollama did it before."""
     if not body.texts:
         return JSONResponse({"embedding": []})
-    return written(await bodies.work(preparation.single, *await compute(models, body)))
+    return bytes_response(await bodies.work(preparation.single, *await compute(models, body)))
 
 
 VERSION = "0.32.15"
@@ -152,7 +153,7 @@ async def _descriptions(request: Request, bodies: BodiesArgument) -> Description
     state = request.app.state
     files = [model.tokenizer for model in state.models.values()]
     if getattr(state, "ollama_described", None) != files:
-        state.ollama_descriptions = await bodies.work(catalogue.describe)
+        state.ollama_descriptions = await bodies.work(catalogue.describe_models)
         state.ollama_described = files
     descriptions: Descriptions = state.ollama_descriptions
     return descriptions
@@ -161,7 +162,7 @@ async def _descriptions(request: Request, bodies: BodiesArgument) -> Description
 DescriptionsArgument = Annotated[Descriptions, Depends(_descriptions)]
 
 
-def _named(name: str, described: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+def _entry(name: str, described: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     name = full_name(name)
     return {"name": name, "model": name, **{field: described[field] for field in fields}}
 
@@ -171,12 +172,12 @@ async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -
     """The models that are served here by all of their names, the default first, Ollama's way."""
     aliases = [(name, model.id) for model in models.values() for name in model.aliases]
     names = [(name, name) for name in models] + [entry for entry in aliases if entry[0] != "*"]
-    return {"models": [_named(name, described[model_id], _LISTED) for name, model_id in names]}
+    return {"models": [_entry(name, described[model_id], _LISTED) for name, model_id in names]}
 
 
 @ROUTER.post("/api/show")
 async def ollama_show(
-    model_id: Annotated[str, prepared(catalogue.named, any_type=True, example={})],
+    model_id: Annotated[str, prepare_with(catalogue.model_id, any_type=True, example={})],
     described: DescriptionsArgument,
 ) -> Response:
     """The details and capabilities of a model, Ollama's way."""
@@ -190,7 +191,7 @@ async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> 
     expires_at = serving.timestamp(time.time() + _FOR_EVER_S)
     return {
         "models": [
-            _named(model_id, described[model_id], (*_NAMED, "context_length"))
+            _entry(model_id, described[model_id], (*_NAMED, "context_length"))
             | {"expires_at": expires_at, "size_vram": 0}
             for model_id, of_model in zip(models, answers, strict=True)
             if of_model.found or of_model.missing
@@ -216,7 +217,7 @@ _MANAGING = operators_only("What models are served")
 )
 async def ollama_pull(
     control: ModelControlArgument,
-    change: Annotated[ModelChange, prepared(preparation.pull, any_type=True)],
+    change: Annotated[ModelChange, prepare_with(preparation.pull, any_type=True)],
 ) -> Response:
     """Download a model of a hub, and serve it. For operators."""
     return await PullLines().respond(control.pull(change.name), in_lines=change.in_lines)
@@ -227,7 +228,7 @@ async def ollama_pull(
 )
 async def ollama_create(
     control: ModelControlArgument,
-    change: Annotated[ModelChange, prepared(preparation.create, any_type=True)],
+    change: Annotated[ModelChange, prepare_with(preparation.create, any_type=True)],
 ) -> Response:
     """Serve a model under another name, with other defaults. For operators."""
     steps = control.create(change.name, change.origin, change.sections)
@@ -237,7 +238,7 @@ async def ollama_create(
 @ROUTER.post("/api/copy", dependencies=[_MANAGING])
 async def ollama_copy(
     control: ModelControlArgument,
-    change: Annotated[ModelChange, prepared(preparation.copy, any_type=True)],
+    change: Annotated[ModelChange, prepare_with(preparation.copy, any_type=True)],
 ) -> dict[str, str]:
     """Serve a model under another name, too. For operators."""
     await control.copy(change.origin, change.name)
@@ -247,14 +248,14 @@ async def ollama_copy(
 @ROUTER.delete("/api/delete", dependencies=[_MANAGING])
 async def ollama_delete(
     control: ModelControlArgument,
-    change: Annotated[ModelChange, prepared(preparation.delete, any_type=True)],
+    change: Annotated[ModelChange, prepare_with(preparation.delete, any_type=True)],
 ) -> dict[str, str]:
     """Serve a model no more that was added. For operators."""
     await control.delete(change.name)
     return {}
 
 
-@unread
+@mark_unread
 async def _refuse(request: Request) -> Response:
     raise PermissionDeniedError(
         "Models come from hubs only: requests cannot push any, nor send files. Pull the model, or add it "

@@ -40,7 +40,7 @@ def timestamp(seconds: float | None = None) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def loaded(kind: Kind, name: str, reason: str) -> Json:
+def load_answer(kind: Kind, name: str, reason: str) -> Json:
     """The answer to a request that only asks for the model."""
     return _envelope(kind, name, _Said()) | {"done": True, "done_reason": reason}
 
@@ -56,16 +56,16 @@ class _Said:
         return bool(self.text or self.thinking or self.calls or self.logprobs)
 
 
-def _envelope(kind: Kind, name: str, said: _Said) -> Json:
+def _envelope(kind: Kind, name: str, content: _Said) -> Json:
     line: Json = {"model": name, "created_at": timestamp()}
-    thinking = {"thinking": said.thinking} if said.thinking else {}
-    calls = {"tool_calls": said.calls} if said.calls else {}
+    thinking = {"thinking": content.thinking} if content.thinking else {}
+    calls = {"tool_calls": content.calls} if content.calls else {}
     if kind == "chat":
-        line["message"] = {"role": "assistant", "content": said.text, **thinking, **calls}
+        line["message"] = {"role": "assistant", "content": content.text, **thinking, **calls}
     else:
-        line |= {"response": said.text, **thinking, **calls}
-    if said.logprobs:
-        line["logprobs"] = said.logprobs
+        line |= {"response": content.text, **thinking, **calls}
+    if content.logprobs:
+        line["logprobs"] = content.logprobs
     return line
 
 
@@ -77,10 +77,10 @@ class OllamaLines(EventAnswer):
     and JSON allows it there."""
     media_type = "application/x-ndjson"
 
-    def failed(self, error: CorralError) -> Json:
-        return error_body(error)
+    def failure_event(self, error: CorralError) -> Json:
+        return ollama_error_body(error)
 
-    def written(self, event: Json) -> bytes:
+    def encode_event(self, event: Json) -> bytes:
         return sse.one_line(event) + b"\n"
 
 
@@ -119,7 +119,7 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The lines of a delta. The last line of an answer tells the end, and nothing else."""
-        said = self._said(delta)
+        said = self._take_delta(delta)
         lines = [_envelope(self.kind, self.name, said) | {"done": False}] if said else []
         if delta.end is not None:
             lines.append(_envelope(self.kind, self.name, _Said()) | self._end(delta.end))
@@ -128,22 +128,22 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     def whole(self, sequences: Sequence[TokenDelta]) -> Json:
         end = sequences[0].end
         assert end is not None
-        return _envelope(self.kind, self.name, self._said(sequences[0])) | self._end(end)
+        return _envelope(self.kind, self.name, self._take_delta(sequences[0])) | self._end(end)
 
-    def _said(self, delta: TokenDelta) -> _Said:
-        said = _Said()
+    def _take_delta(self, delta: TokenDelta) -> _Said:
+        content = _Said()
         if self.context is not None:
             self.context += delta.token_ids
         if self.piece is not None:
-            said.logprobs = logprobs.of_chat(delta, self.piece)["content"]
+            content.logprobs = logprobs.of_chat(delta, self.piece)["content"]
         for part in generation.parts(self.parser, delta):
             if isinstance(part, ToolCall):
-                said.calls.append(self._call(part))
+                content.calls.append(self._call(part))
             elif isinstance(part, str):
-                said.text += part
+                content.text += part
             elif isinstance(part, Reasoning) and self.shows_thinking:
-                said.thinking += part.text
-        return said
+                content.thinking += part.text
+        return content
 
     def _call(self, call: ToolCall) -> Json:
         self._n_calls += 1
@@ -157,7 +157,7 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     def _end(self, end: SequenceEnd) -> Json:
         """Durations are in nanoseconds; to wait for a slot is to wait for the model."""
         spent, usage = end.timings, end.usage
-        found: Json = {
+        fields: Json = {
             "done": True,
             "done_reason": end.reason.value,
             "total_duration": round((time.perf_counter() - self.began) * _NS),
@@ -168,10 +168,10 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
             "eval_count": usage.completion_tokens,
             "eval_duration": round(spent.decode_s * _NS),
         }
-        return found if self.context is None else found | {"context": self.context}
+        return fields if self.context is None else fields | {"context": self.context}
 
 
-def error_body(error: CorralError) -> Json:
+def ollama_error_body(error: CorralError) -> Json:
     """Ollama's error object. Clients look for its words where a model is missing. Source: ollama,
     server/routes.go."""
     if isinstance(error, ModelNotFoundError):
@@ -179,4 +179,4 @@ def error_body(error: CorralError) -> Json:
     return {"error": cut(error.message)}
 
 
-ERRORS = {"/api/": ErrorShape(lambda error, _: error_body(error), full_status=503)}
+ERRORS = {"/api/": ErrorShape(lambda error, _: ollama_error_body(error), full_status=503)}

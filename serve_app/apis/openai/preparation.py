@@ -128,7 +128,7 @@ def completion(models: Models, request: CompletionRequest) -> PreparedCompletion
 def chat(models: Models, request: ChatCompletionRequest) -> Chat:
     """POST /v1/chat/completions. Raises CorralError."""
     model = find(models, request.model)
-    return preparation.chat(model, request, request.n_answers, "messages")
+    return preparation.prepare_chat(model, request, request.n_answers, "messages")
 
 
 def input_tokens(models: Models, request: ChatCompletionRequest) -> PromptLength:

@@ -23,7 +23,7 @@ from serve_app.server.answering.openai_answers import (
     model_cards,
 )
 from serve_app.server.answering.preparation import Chat, PromptLength
-from serve_app.server.http.dependencies import ModelsArgument, prepared
+from serve_app.server.http.dependencies import ModelsArgument, prepare_with
 from serve_app.server.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
 from serve_app.server.model_registry import find
 
@@ -35,7 +35,7 @@ async def completions(
     models: ModelsArgument,
     completion: Annotated[
         PreparedCompletion,
-        prepared(
+        prepare_with(
             preparation.completion,
             example={"prompt": "The capital of Portugal is", "max_tokens": 8},
         ),
@@ -61,7 +61,7 @@ async def completions(
 async def chat_completions(
     request: Request,
     models: ModelsArgument,
-    chat: Annotated[Chat, prepared(preparation.chat, example=SHORT_CHAT)],
+    chat: Annotated[Chat, prepare_with(preparation.chat, example=SHORT_CHAT)],
 ) -> Response:
     """Answer a chat through the model's own template; `stream` sends server-sent events."""
     plan = chat.generation
@@ -91,7 +91,7 @@ async def chat_completions(
 @ROUTER.post("/chat/completions/input_tokens")
 async def input_tokens(
     models: ModelsArgument,
-    length: Annotated[PromptLength, prepared(preparation.input_tokens, example=CHAT)],
+    length: Annotated[PromptLength, prepare_with(preparation.input_tokens, example=CHAT)],
 ) -> InputTokens:
     """How many tokens the prompt of such a chat has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))

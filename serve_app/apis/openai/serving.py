@@ -101,13 +101,13 @@ class Choice:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        parts = [self._shaped(part) for part in generation.parts(self.parser, delta)]
+        parts = [self._shape(part) for part in generation.parts(self.parser, delta)]
         if self.echo and not self._begun:
             self._begun = True
             return [self.echo, *parts]
         return parts
 
-    def _shaped(self, part: Part) -> str | Json:
+    def _shape(self, part: Part) -> str | Json:
         if isinstance(part, Reasoning):
             if self.tokenizer is not None:
                 self.n_reasoning += len(self.tokenizer.tokenize(part.text, False, False))
@@ -140,13 +140,13 @@ class Choice:
         if self.kind == "chat":
             return logprobs.of_chat(delta, piece, shares=self.shares)
         offset, every = len(self.echo) + self._offset, bool(self.prompt)
-        found = logprobs.of_text(delta, piece, offset, every=every)
+        lists = logprobs.of_text(delta, piece, offset, every=every)
         self._offset += logprobs.n_chars(delta, piece)
         if self.prompt and not self._begun:
             self._begun = True
             of_prompt = logprobs.of_prompt(self.prompt, delta.prompt_logprobs, piece, self.echo)
-            found = {name: of_prompt[name] + found[name] for name in found}
-        return found
+            lists = {name: of_prompt[name] + lists[name] for name in lists}
+        return lists
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Answer(ProtocolAnswer):
         progress = self._progress(index, delta) if self.plan.return_progress else []
         chunks = self._chunks(index, delta)
         if self._times_tokens and chunks and delta.end is None:
-            chunks[-1]["timings"] = self._running.told()
+            chunks[-1]["timings"] = self._running.to_json()
         return progress + chunks
 
     @property
@@ -189,14 +189,14 @@ class Answer(ProtocolAnswer):
         return self.plan.timings_per_token and self.plan.timings
 
     def _progress(self, index: int, delta: TokenDelta) -> list[Json]:
-        found = []
+        chunks = []
         for progress in delta.progress:
             chunk = self._chunk(self.choices[index].waiting())
             chunk["prompt_progress"] = prompt_progress(progress)
             if self._times_tokens:
-                chunk["timings"] = self._running.told(progress)
-            found.append(chunk)
-        return found
+                chunk["timings"] = self._running.to_json(progress)
+            chunks.append(chunk)
+        return chunks
 
     def _chunks(self, index: int, delta: TokenDelta) -> list[Json]:
         chunks = [self._chunk(body) for body in self.choices[index].chunks(delta)]
@@ -214,12 +214,12 @@ class Answer(ProtocolAnswer):
 
     def _best(self, bodies: list[Json], deltas: Sequence[TokenDelta], n_best: int) -> list[Json]:
         """The answers with the highest log probability per token, of each prompt."""
-        found = []
+        choices = []
         for start in range(0, len(bodies), self.plan.n):
             group = range(start, start + self.plan.n)
             ranked = sorted(group, key=lambda i: -_mean_logprob(deltas[i]))
-            found += [bodies[i] for i in ranked[:n_best]]
-        return [body | {"index": i} for i, body in enumerate(found)]
+            choices += [bodies[i] for i in ranked[:n_best]]
+        return [body | {"index": i} for i, body in enumerate(choices)]
 
     def usage(self) -> Json:
         """All choices' tokens; a prompt counts once."""

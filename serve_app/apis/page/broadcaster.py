@@ -86,24 +86,24 @@ class Broadcaster:
             self._board = Board()
         models = dict(self._models)  # some may come or go meanwhile
         engines = [model.engine for model in models.values()]
-        states, found, fetching = await asyncio.gather(
+        states, answers, fetching = await asyncio.gather(
             asyncio.gather(*(engine.replica_states() for engine in engines)),
             asyncio.gather(*(engine.stats() for engine in engines)),
             asyncio.gather(*(engine.fetching() for engine in engines)),
         )
         self._board.look(
-            {model: one.found for model, one in zip(models, found, strict=True)},
-            {model: one.missing for model, one in zip(models, found, strict=True)},
+            {model: one.found for model, one in zip(models, answers, strict=True)},
+            {model: one.missing for model, one in zip(models, answers, strict=True)},
             dict(zip(models, states, strict=True)),
             time.monotonic(),
             time.time(),
             dict(zip(models, fetching, strict=True)),
-            self._loaded(),
+            self._load_states(),
         )
         self._looked_at = time.monotonic()
         return self._board.view
 
-    def _loaded(self) -> dict[str, Json]:
+    def _load_states(self) -> dict[str, Json]:
         """Whether models on demand are loaded, by their ids."""
         return {
             name: {"loaded": one.engine.is_loaded}
@@ -125,10 +125,10 @@ async def live(request: Request) -> Response:
     seen = dict if caller.is_operator else without_requests
     frames = broadcaster.frames(seen, caller.holder)
     also = {"takes_batches": request.app.state.batches is not None, "operates": caller.is_operator}
-    return sse.EventStream(_written(frames, also))
+    return sse.EventStream(_encode_frames(frames, also))
 
 
-async def _written(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:
+async def _encode_frames(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:
     async with aclosing(frames):
         async for frame in frames:
             yield sse.data(frame | also)

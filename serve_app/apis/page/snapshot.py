@@ -48,7 +48,7 @@ class _Replica:
         while now - self.samples[0][0] > _HITS_S:
             self.samples.popleft()
 
-    def grown(self, within_s: float) -> tuple[float, dict[str, float]]:
+    def growth(self, within_s: float) -> tuple[float, dict[str, float]]:
         """The seconds between the last sample and one as long ago as that, and what was counted in them."""
         now, last = self.samples[-1]
         then, first = next(one for one in self.samples if now - one[0] <= within_s)
@@ -77,27 +77,29 @@ class Board:
         fetching: Mapping[str, Sequence[FetchingReplica]],
         more: Mapping[str, Json] = _NO_MORE,
     ) -> None:
-        """Takes each model's statistics of replicas at this moment, the replicas that run and did
-        not answer, the number in each of Serve's states, the replicas that download, and what else
-        is shown of models."""
+        """Takes each model's statistics of replicas at this moment, the replicas that run and did not
+        answer, and the number in each of Serve's states. `fetching` are replicas that download, and `more`
+        is what else is shown of models."""
         seen = {stats.replica_id for of_model in replicas.values() for stats in of_model}
         for model, of_model in replicas.items():
             for stats in of_model:
                 self._saw(model, stats, now, wall_s)
         for replica_id in [name for name in self._replicas if name not in seen]:
             is_late = replica_id in missing.get(self._replicas[replica_id].model, ())
-            self._missed(replica_id, wall_s, is_late=is_late)
+            self._on_miss(replica_id, wall_s, is_late=is_late)
         self._follow_states(states, wall_s)
         self._began = True
         self.view = {
             "at": round(wall_s, 3),
             "models": {
                 model: self._model(model, missing.get(model, ()))
-                | {"fetching": _fetched(fetching.get(model, ()))}
+                | {"fetching": _fetch_progress(fetching.get(model, ()))}
                 | more.get(model, {})
                 for model in replicas
             },
-            "replicas": {key: _told(one) for key, one in sorted(self._replicas.items())},
+            "replicas": {
+                key: _describe_replica(one) for key, one in sorted(self._replicas.items())
+            },
             "events": {str(event["n"]): event for event in self._events},
         }
 
@@ -116,7 +118,7 @@ class Board:
             self._note("draining", model, wall_s, stats.replica_id)
         known.saw(stats, now)
 
-    def _missed(self, replica_id: str, wall_s: float, *, is_late: bool) -> None:
+    def _on_miss(self, replica_id: str, wall_s: float, *, is_late: bool) -> None:
         replica = self._replicas[replica_id]
         replica.misses += 1
         if replica.misses >= _MISSES and not is_late:
@@ -153,15 +155,15 @@ class Board:
         return {"states": states, "missing": list(missing), **_quantiles(latencies)}
 
 
-def _fetched(replicas: Iterable[FetchingReplica]) -> Json:
+def _fetch_progress(replicas: Iterable[FetchingReplica]) -> Json:
     """The part of the files that each has."""
     return {replica.replica_id: round(replica.done, 2) for replica in replicas}
 
 
-def _told(replica: _Replica) -> Json:
+def _describe_replica(replica: _Replica) -> Json:
     stats, engine = replica.stats, replica.stats.engine
-    seconds, grown = replica.grown(_RATE_S)
-    _, lately = replica.grown(_HITS_S)
+    seconds, grown = replica.growth(_RATE_S)
+    _, lately = replica.growth(_HITS_S)
     n_prompt = lately["prompt_tokens"] + lately["cached_tokens"]
     queue, compute = engine["queue"], engine["compute"]
     n_live = queue["running"] + queue["waiting"]

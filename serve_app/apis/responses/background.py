@@ -22,15 +22,15 @@ from serve_app.apis.responses.store import (
     ResponseStore,
     StoredRequest,
     StoredResponse,
-    packed,
-    unpacked,
+    pack_events,
+    unpack_events,
 )
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
 from serve_app.base.types import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.answering import generation
 from serve_app.server.http import request_context
-from serve_app.server.http.errors import unexpected
+from serve_app.server.http.errors import unexpected_error
 from serve_app.server.http.request_context import Caller
 from serve_app.server.model_registry import ServedModel
 
@@ -75,11 +75,11 @@ class BackgroundResponse:
 
     def news(self) -> LogAppend:
         """What the store does not have."""
-        self._untold += packed(self._new)
+        self._untold += pack_events(self._new)
         self._new.clear()
         return LogAppend(self.id, self.n_told, self._untold, self._has_ended)
 
-    def told(self, n_chunks: int) -> None:
+    def on_stored(self, n_chunks: int) -> None:
         """Note that the store has so many more."""
         self.n_told += n_chunks
         self._untold = self._untold[n_chunks:]
@@ -115,9 +115,9 @@ class BackgroundResponses:
         caller = request_context.current()
         response = BackgroundResponse(request.id, caller)
         with ExitStack() as places:
-            places.enter_context(self.open_requests.entered(caller.holder))
+            places.enter_context(self.open_requests.count(caller.holder))
             try:
-                await self._store.put(owner, stored_request.packed(), response.news(), self._kept_s)
+                await self._store.put(owner, stored_request.pack(), response.news(), self._kept_s)
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             places.enter_context(caller.handed_over())
@@ -148,7 +148,7 @@ class BackgroundResponses:
             response.fail(error)
         except Exception:
             logger.exception("%s failed", response.id)
-            response.fail(unexpected())
+            response.fail(unexpected_error())
 
     async def _tell_on(self) -> None:
         """Tell the store, as long as there are some."""
@@ -165,7 +165,7 @@ class BackgroundResponses:
         appends = [response.news() for response in responses]
         go_on = await self._store.append(appends)
         for response, append, goes_on in zip(responses, appends, go_on, strict=True):
-            response.told(len(append.chunks))
+            response.on_stored(len(append.chunks))
             if not goes_on:
                 response.fail(EngineUnavailableError("This response is not kept any more."))
                 response.task.cancel()
@@ -183,8 +183,8 @@ class BackgroundResponses:
 
     async def keep(self, stored_request: StoredRequest, owner: Owner, events: list[Event]) -> None:
         """Keep a complete response. Waits a moment at most, and raises nothing: it was answered."""
-        log = LogAppend(stored_request.id, 0, packed(events), has_ended=True)
-        putting = _aside(self._keep(owner, stored_request.packed(), log))
+        log = LogAppend(stored_request.id, 0, pack_events(events), has_ended=True)
+        putting = _aside(self._keep(owner, stored_request.pack(), log))
         self._putting[stored_request.id] = putting
         await asyncio.wait([putting], timeout=PUT_S)
 
@@ -200,13 +200,13 @@ class BackgroundResponses:
     ) -> StoredResponse:
         """A response of this key's, its log from that chunk on. Waits for so many seconds until there is
         something, or the end. Raises ResponseNotFoundError."""
-        await self._settled(response_id)
+        await self._wait_until_put(response_id)
         stored = await self._store.find(response_id, key, first, wait_s)
         if stored is None:
             raise ResponseNotFoundError(response_id)
         return stored
 
-    async def _settled(self, response_id: str) -> None:
+    async def _wait_until_put(self, response_id: str) -> None:
         """Return when the response is not on its way to the store."""
         putting = self._putting.get(response_id)
         if putting is not None:
@@ -224,11 +224,11 @@ class BackgroundResponses:
             has_ended = stored.has_ended
 
     async def _events(self, stored: StoredResponse) -> AsyncGenerator[Event]:
-        """The events of a log. Between its chunks, all others on the event loop have their turn, and one
-        chunk is read at a time: who reads many long ones holds up no stream for longer."""
+        """The events of a log. Between its chunks, all others on the event loop have their turn. One chunk
+        is read at a time: who reads many long ones holds up no stream."""
         for chunk in stored.chunks:
             async with self._reading:
-                events = unpacked(chunk)
+                events = unpack_events(chunk)
                 await asyncio.sleep(0)
             for event in events:
                 yield event
@@ -239,7 +239,7 @@ class BackgroundResponses:
 
     async def delete(self, response_id: str, key: str | None) -> None:
         """Forget a response; its making ends soon. Raises ResponseNotFoundError."""
-        await self._settled(response_id)  # else it would be kept after this
+        await self._wait_until_put(response_id)  # else it would be kept after this
         if not await self._store.delete(response_id, key):
             raise ResponseNotFoundError(response_id)
 

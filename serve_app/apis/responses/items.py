@@ -44,7 +44,7 @@ class OutputTextPart(RequestModel):
 
     @field_validator("annotations", "logprobs", mode="before")
     @classmethod
-    def _left_out(cls, _value: object) -> list[object]:
+    def _leave_out(cls, _value: object) -> list[object]:
         return []
 
 
@@ -63,7 +63,7 @@ class InputImagePart(RequestModel):
         return "auto"
 
 
-def _parts(value: object) -> object:
+def _normalise_parts(value: object) -> object:
     """Content as a list of parts, whichever form a client sends."""
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
@@ -71,10 +71,10 @@ def _parts(value: object) -> object:
     if not isinstance(parts, list):
         return [] if parts is None else parts
     refuse_media(parts, "input", takes={"input_image", "input_audio"})
-    return [_part(part) for part in parts if part is not None]
+    return [_normalise_part(part) for part in parts if part is not None]
 
 
-def _part(part: object) -> object:
+def _normalise_part(part: object) -> object:
     if isinstance(part, str):
         return {"type": "input_text", "text": part}
     if isinstance(part, dict) and part.get("type", "text") in ("text", "refusal"):
@@ -92,11 +92,11 @@ AnyPart = Annotated[
     AnyMember,
 ]
 Parts = Annotated[
-    list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])
+    list[AnyPart], BeforeValidator(_normalise_parts, json_schema_input_type=str | list[AnyPart])
 ]
 
 
-def _canonical(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
+def _canonical_parts(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
     return tuple(
         Attachment(part.image_url)
         if isinstance(part, InputImagePart)
@@ -123,9 +123,9 @@ class MessageItem(Item):
     content: Parts = Field(default=[])
 
     def as_turn(self) -> Turn:
-        return Turn.of(self.role, _canonical(self.content))
+        return Turn.of(self.role, _canonical_parts(self.content))
 
-    def told(self) -> Json:
+    def to_json(self) -> Json:
         return {**_identity("msg"), **self.model_dump()}
 
 
@@ -166,7 +166,7 @@ class CallItem(Item):
             form.function, self.arguments if form.kind == "function" else arguments, self.call_id
         )
 
-    def told(self) -> Json:
+    def to_json(self) -> Json:
         return {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
 
 
@@ -190,9 +190,9 @@ class CallOutputItem(Item):
         return item
 
     def as_turn(self) -> Turn:
-        return Turn("tool", _canonical(self.output), call_id=self.call_id)
+        return Turn("tool", _canonical_parts(self.output), call_id=self.call_id)
 
-    def told(self) -> Json:
+    def to_json(self) -> Json:
         item = {**_identity("fco"), **self.model_dump()}
         if len(self.output) == 1 and isinstance(self.output[0], InputTextPart | OutputTextPart):
             item["output"] = self.output[0].text
@@ -214,10 +214,10 @@ class ReasoningItem(Item):
     def text(self) -> str:
         """The reasoning as it was said, or its summary; empty if only another server can read it."""
         text = "".join(part.text for part in self.content)
-        text = text or opened(self.encrypted_content or "")
+        text = text or unseal(self.encrypted_content or "")
         return text or "".join(part.text for part in self.summary)
 
-    def told(self) -> Json:
+    def to_json(self) -> Json:
         return {**_identity("rs"), "type": self.type, **reasoning_fields(self.text)}
 
 
@@ -234,7 +234,7 @@ def reasoning_fields(text: str, *, is_sealed: bool = False) -> Json:
     return {"summary": [], "content": content, "encrypted_content": sealed if is_sealed else None}
 
 
-def opened(sealed: str) -> str:
+def unseal(sealed: str) -> str:
     """The reasoning in `encrypted_content`; empty if it is not this server's."""
     if not sealed.startswith(_SEAL):
         return ""
@@ -283,10 +283,10 @@ Items = Annotated[
 ]
 
 
-def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
+def conversation_json(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
     """A conversation as JSON, for `before` of the next response."""
     new = [
-        {**_identity("item"), **item.model_dump()} if isinstance(item, Foreign) else item.told()
+        {**_identity("item"), **item.model_dump()} if isinstance(item, Foreign) else item.to_json()
         for item in items
     ]
     return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
@@ -295,7 +295,7 @@ def kept(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
 def turns(items: Iterable[AnyItem]) -> list[Turn]:
     """The items in the canonical form: an assistant's reasoning and calls belong to its turn. Items of
     other kinds are what the assistant did, if they carry text."""
-    made: list[Turn] = []
+    result: list[Turn] = []
     reasoning = ""
     for item in items:
         if isinstance(item, ReasoningItem):
@@ -303,8 +303,8 @@ def turns(items: Iterable[AnyItem]) -> list[Turn]:
             continue
         if isinstance(item, CallItem):
             # Reasoning begins a turn.
-            is_same_turn = bool(made) and made[-1].role == "assistant" and not reasoning
-            turn = made.pop() if is_same_turn else Turn("assistant")
+            is_same_turn = bool(result) and result[-1].role == "assistant" and not reasoning
+            turn = result.pop() if is_same_turn else Turn("assistant")
             turn = replace(turn, calls=(*turn.calls, item.as_call()))
         elif isinstance(item, MessageItem | CallOutputItem):
             turn = item.as_turn()
@@ -315,5 +315,5 @@ def turns(items: Iterable[AnyItem]) -> list[Turn]:
         if turn.role == "assistant" and reasoning:
             turn = replace(turn, reasoning=reasoning)
         reasoning = ""
-        made.append(turn)
-    return made
+        result.append(turn)
+    return result

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_validator, model
 from serve_app.apis.responses import items
 from serve_app.apis.responses.items import AnyItem, Items, turns
 from serve_app.apis.responses.serving import ResponseAnswer
-from serve_app.apis.responses.store import StoredRequest, StoredResponse, merged, unpacked
+from serve_app.apis.responses.store import StoredRequest, StoredResponse, merge, unpack_events
 from serve_app.apis.responses.tools import (
     AnyTool,
     CustomTextTool,
@@ -29,7 +29,7 @@ from serve_app.base.errors import (
 )
 from serve_app.base.sampling import Api, SamplingParams
 from serve_app.config import sampling_fields
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt.conversation import Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.openai_tools import plain_choice
@@ -46,8 +46,8 @@ from serve_app.server.answering.requests import (
     TranslatedChat,
     Verbosity,
 )
-from serve_app.server.http.request_model import RequestModel, name_ignored, parsed
-from serve_app.server.http.sse import encoded
+from serve_app.server.http.request_model import RequestModel, name_ignored, parse_body
+from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import M, ModelInfo, Models, find
 
 
@@ -195,8 +195,8 @@ class ResponsesRequest(AnswerParams):
             timings_per_token=self.timings_per_token,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             verbosity=self.text.verbosity,
-            **self.shared(),
-            **given(self, Api.RESPONSES),
+            **self.common_fields(),
+            **read_params(self, Api.RESPONSES),
         )
 
 
@@ -222,26 +222,26 @@ class After(msgspec.Struct, frozen=True, tag=True):
 
 def response(models: Models, body: bytes) -> PreparedResponse | After:
     """POST /v1/responses, maybe behind a record. Raises CorralError."""
-    read = _read(models, body)
+    read = _read_request(models, body)
     if isinstance(read, After):
         return read
     request, before, chat, model = read
-    prepared = preparation.chat(model, chat, 1, "input")
-    kept = items.kept(before, request.input)
-    asked = _told(request, prepared.generation.sampling)
+    prepared = preparation.prepare_chat(model, chat, 1, "input")
+    kept = items.conversation_json(before, request.input)
+    asked = _request_fields(request, prepared.generation.sampling)
     return PreparedResponse(prepared, asked, kept)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
     """POST /v1/responses/input_tokens, maybe behind a record: the prompt's length. Raises CorralError."""
-    read = _read(models, body)
+    read = _read_request(models, body)
     if isinstance(read, After):
         return read
     _, _, chat, model = read
     return preparation.length(model, chat, "input")
 
 
-def _read(
+def _read_request(
     models: Models, body: bytes
 ) -> tuple[ResponsesRequest, list[Any], TranslatedChat, ModelInfo] | After:
     """The request, the items that it goes on from, and both as a chat with a model."""
@@ -249,7 +249,7 @@ def _read(
     has_record = body.startswith(RECORD)
     if has_record:
         before, body = _conversation(models, body)
-    request = parsed(ResponsesRequest, body)
+    request = parse_body(ResponsesRequest, body)
     if request.previous_response_id is not None and not has_record:
         return After(request.previous_response_id)
     chat = request.as_chat(_ITEMS.validate_python(before))
@@ -273,7 +273,7 @@ def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
     for size in map(int, body[len(RECORD) : start].split()):
         pieces.append(memoryview(body)[start : start + size])
         start += size
-    return StoredRequest.unpacked(pieces[0]), pieces[1:], body[start:]
+    return StoredRequest.unpack(pieces[0]), pieces[1:], body[start:]
 
 
 def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -> ResponseAnswer:
@@ -284,26 +284,24 @@ def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -
         raise ResponseNotFoundError(request.id) from None
 
 
-def _answered(
-    models: Models, request: StoredRequest, chunks: Sequence[memoryview]
-) -> ResponseAnswer:
+def _replay(models: Models, request: StoredRequest, chunks: Sequence[memoryview]) -> ResponseAnswer:
     answer = answer_to(models, request)
-    for event in chain.from_iterable(merged(unpacked(chunk)) for chunk in chunks):
+    for event in chain.from_iterable(merge(unpack_events(chunk)) for chunk in chunks):
         answer.take(event)
     return answer
 
 
-def stored(models: Models, body: bytes) -> bytes:
+def response_json(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
     request, chunks, _ = _record(body)
-    return encoded(_answered(models, request, chunks).whole())
+    return encode_json(_replay(models, request, chunks).whole())
 
 
 def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
     """The items of an earlier response's conversation, its output too, and the body behind its record."""
     request, chunks, rest = _record(body)
     try:
-        answer = _answered(models, request, chunks)
+        answer = _replay(models, request, chunks)
     except ResponseNotFoundError:
         raise PreviousResponseError(request.id) from None
     if answer.status in ("queued", "in_progress"):
@@ -323,7 +321,7 @@ def page(models: Models, body: bytes) -> bytes:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         listed = listed[places[0] + 1 :] if places else []
     shown = listed[:limit]
-    return encoded(
+    return encode_json(
         {
             "object": "list",
             "data": shown,
@@ -334,7 +332,7 @@ def page(models: Models, body: bytes) -> bytes:
     )
 
 
-def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
+def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     return {
         "background": request.background,
         "instructions": request.instructions,
@@ -353,19 +351,19 @@ def _told(request: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]
             by_alias=True, include={"format", "verbosity"}, exclude_none=True
         ),
         "tool_choice": request.tool_choice or "auto",
-        "tools": [_tool_told(tool) for tool in request.tools],
+        "tools": [_tool_fields(tool) for tool in request.tools],
         "user": request.user,
-        **sampling_fields.told(sampling, Api.RESPONSES),
+        **sampling_fields.write_params(sampling, Api.RESPONSES),
     }
 
 
-def _tool_told(tool: AnyTool) -> dict[str, Any]:
+def _tool_fields(tool: AnyTool) -> dict[str, Any]:
     """The tool as the response repeats it."""
     if isinstance(tool, FunctionTool):
         return tool.model_dump() | {"strict": bool(tool.strict)}
     body = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
-        body["tools"] = [_tool_told(inner) for inner in tool.tools]
+        body["tools"] = [_tool_fields(inner) for inner in tool.tools]
     if isinstance(tool, CustomTextTool):
         body["format"] |= body["format"].pop("grammar", {})
     return body

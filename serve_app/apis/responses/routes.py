@@ -26,7 +26,7 @@ from serve_app.base.errors import (
     PreviousResponseError,
     ResponseNotFoundError,
 )
-from serve_app.server.access.bodies import unread
+from serve_app.server.access.bodies import mark_unread
 from serve_app.server.answering import generation
 from serve_app.server.answering.generation import Deltas
 from serve_app.server.answering.openai_answers import InputTokens
@@ -37,8 +37,8 @@ from serve_app.server.http.dependencies import (
     BodiesArgument,
     ModelsArgument,
     PreparedBody,
+    bytes_response,
     of_app,
-    written,
 )
 from serve_app.server.http.description import STREAMED, api_router
 from serve_app.server.model_registry import Models, find
@@ -83,7 +83,7 @@ class Continued(PreparedBody[T | After]):
         return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
 
 
-def _continued(prepare: Callable[[Models, bytes], Any]) -> Any:
+def _continue_with(prepare: Callable[[Models, bytes], Any]) -> Any:
     example = {"input": "Tell me a story.", "max_output_tokens": 32}
     return Depends(Continued(prepare, kind=ResponsesRequest, example=example))
 
@@ -93,7 +93,7 @@ def _continued(prepare: Callable[[Models, bytes], Any]) -> Any:
 async def responses(
     models: ModelsArgument,
     responses: ResponsesArgument,
-    prepared: Annotated[PreparedResponse, _continued(preparation.response)],
+    prepared: Annotated[PreparedResponse, _continue_with(preparation.response)],
 ) -> Response:
     """Answer a chat as a response, which is kept for some minutes unless `store` is false; `stream`
     sends server-sent events, and `background` does not wait for it."""
@@ -107,7 +107,7 @@ async def responses(
         )
     model = find(models, wanted.model)
     (request,) = await generation.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
-    made = StoredRequest(
+    stored = StoredRequest(
         id=request.id,
         model=model.id,
         created=int(time.time()),
@@ -120,19 +120,19 @@ async def responses(
         items=prepared.items,
     )
     answer = ResponseAnswer(
-        made, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
+        stored, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
     )
     owner = Owner(key(), request_context.current().holder)
     if fields["background"]:
-        await responses.start(model, request, made, owner)
+        await responses.start(model, request, stored, owner)
         if not wanted.stream:
             return sse.json_response(answer.whole())
-        entries = responses.follow(made.id, owner.key)
+        entries = responses.follow(stored.id, owner.key)
     else:
         if fields["store"]:
             responses.prepare()
         deltas = await generation.start(model, [request])
-        entries = _logged(deltas, made, owner, responses if fields["store"] else None)
+        entries = _log(deltas, stored, owner, responses if fields["store"] else None)
     if wanted.stream:
         return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
     return sse.json_response(await serving.collect(answer, entries))
@@ -141,7 +141,8 @@ async def responses(
 @ROUTER.post("/v1/responses/input_tokens")
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
-    models: ModelsArgument, length: Annotated[PromptLength, _continued(preparation.input_tokens)]
+    models: ModelsArgument,
+    length: Annotated[PromptLength, _continue_with(preparation.input_tokens)],
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
@@ -161,14 +162,16 @@ async def get_response(
     `starting_after`, from its beginning and then as they come."""
     stored = await responses.find(response_id, key())
     if not stream:
-        return written(await bodies.work(preparation.stored, *preparation.record(stored)))
-    request = StoredRequest.unpacked(stored.stored_request)
+        return bytes_response(
+            await bodies.work(preparation.response_json, *preparation.record(stored))
+        )
+    request = StoredRequest.unpack(stored.stored_request)
     answer = preparation.answer_to(
         models, request, obfuscates=include_obfuscation, after=starting_after
     )
-    with responses.open_requests.entered(request_context.current().holder):
+    with responses.open_requests.count(request_context.current().holder):
         pass  # a refusal has a status here
-    return sse.EventStream(answer.stream(_held(responses, response_id), answer.take))
+    return sse.EventStream(answer.stream(_follow_response(responses, response_id), answer.take))
 
 
 @ROUTER.delete("/v1/responses/{response_id}")
@@ -179,17 +182,17 @@ async def delete_response(responses: ResponsesArgument, response_id: str) -> dic
 
 
 @ROUTER.post("/v1/responses/{response_id}/cancel")
-@unread
+@mark_unread
 async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
     stored = await responses.find(response_id, key())
-    if not StoredRequest.unpacked(stored.stored_request).is_background:
+    if not StoredRequest.unpack(stored.stored_request).is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     await responses.cancel(response_id, key())
     stored = await responses.find(response_id, key())
-    return written(await bodies.work(preparation.stored, *preparation.record(stored)))
+    return bytes_response(await bodies.work(preparation.response_json, *preparation.record(stored)))
 
 
 @ROUTER.get("/v1/responses/{response_id}/input_items")
@@ -204,18 +207,20 @@ async def response_input_items(
     """The conversation that a response answers, that of `previous_response_id` included."""
     stored = await responses.find(response_id, key())
     query = orjson.dumps([order, limit, after]) + b"\n"
-    return written(await bodies.work(preparation.page, query, *preparation.record(stored)))
+    return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
 
 
-async def _held(responses: BackgroundResponses, response_id: str) -> AsyncGenerator[Event]:
+async def _follow_response(
+    responses: BackgroundResponses, response_id: str
+) -> AsyncGenerator[Event]:
     caller = request_context.current()
-    with responses.open_requests.entered(caller.holder):
+    with responses.open_requests.count(caller.holder):
         async for entry in responses.follow(response_id, key()):
             yield entry
 
 
-async def _logged(
-    deltas: Deltas, made: StoredRequest, owner: Owner, responses: BackgroundResponses | None
+async def _log(
+    deltas: Deltas, stored: StoredRequest, owner: Owner, responses: BackgroundResponses | None
 ) -> AsyncGenerator[Event]:
     """The log of a response that ends when its client leaves. It is kept before its end is told."""
     entries: list[Event] = []
@@ -223,12 +228,12 @@ async def _logged(
         async for _, delta in deltas:
             entries.append(Event(time.time(), delta))
             if responses is not None and entries[-1].is_last:
-                await responses.keep(made, owner, entries)
+                await responses.keep(stored, owner, entries)
             yield entries[-1]
     except CorralError as error:
         entries.append(Event(time.time(), error=error))
         if responses is not None:
-            await responses.keep(made, owner, entries)
+            await responses.keep(stored, owner, entries)
         yield entries[-1]
     finally:
         await deltas.aclose()

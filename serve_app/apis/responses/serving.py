@@ -88,15 +88,15 @@ class ResponseAnswer(EventAnswer):
         begun = response | {"status": "in_progress"}
         return [*events, self._event("in_progress", response=begun)]
 
-    def written(self, event: Json) -> bytes:
-        return sse.named(event) if event["sequence_number"] > self._after else b""
+    def encode_event(self, event: Json) -> bytes:
+        return sse.named_event(event) if event["sequence_number"] > self._after else b""
 
     def take(self, entry: Event) -> list[Json]:
         """The events of what came of it."""
         self._at, self.status = int(entry.at), "in_progress"
         if entry.delta is not None:
             return self.events(entry.delta)
-        return [self._cancelled() if entry.error is None else self.failed(entry.error)]
+        return [self._cancel() if entry.error is None else self.failure_event(entry.error)]
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """The events of a delta. The last event of the last delta tells the whole response. As at
@@ -107,7 +107,7 @@ class ResponseAnswer(EventAnswer):
         if delta.end is not None:
             events[-1]["timings"] = timings(delta.end)
         elif self._timings_per_token and events:
-            events[-1]["timings"] = self._running.told()
+            events[-1]["timings"] = self._running.to_json()
         return events
 
     def _progress(self, delta: TokenDelta) -> list[Json]:
@@ -122,11 +122,11 @@ class ResponseAnswer(EventAnswer):
         for part in generation.parts(self._parser, delta):
             if isinstance(part, Reasoning):
                 self._n_reasoning += len(self._tokenizer.tokenize(part.text, False, False))
-                events += self._said("reasoning", part.text)
+                events += self._add_text("reasoning", part.text)
             elif isinstance(part, str):
-                events += self._said("message", part)
+                events += self._add_text("message", part)
             else:
-                events += self._called(part)
+                events += self._add_call(part)
         if delta.end is not None:
             status = "incomplete" if delta.end.reason == FinishReason.LENGTH else "completed"
             events += self._end_of_item(status)
@@ -135,17 +135,17 @@ class ResponseAnswer(EventAnswer):
             events.append(self._event("completed", response=self.whole()))
         return events
 
-    def failed(self, error: CorralError) -> Json:
+    def failure_event(self, error: CorralError) -> Json:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.status, self._error = "failed", {"code": code, "message": error.message}
         return self._event("failed", response=self.whole())
 
-    def _cancelled(self) -> Json:
+    def _cancel(self) -> Json:
         """OpenAI's clients know no event of that name; the response's status says it."""
         self.status = "cancelled"
         return self._event("incomplete", response=self.whole())
 
-    def _said(self, kind: str, text: str) -> list[Json]:
+    def _add_text(self, kind: str, text: str) -> list[Json]:
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
             events = self._begin(kind, {"role": "assistant"} if kind == "message" else {})
@@ -154,9 +154,9 @@ class ResponseAnswer(EventAnswer):
         self._text.append(text)
         fields = {**self._place(), "delta": text, **_logprobs(kind)}
         name = f"{self._forms_of_text[kind].text}.delta"
-        return [*events, self._obfuscated(self._event(name, **fields))]
+        return [*events, self._obfuscate(self._event(name, **fields))]
 
-    def _called(self, call: ToolCall | CallPiece) -> list[Json]:
+    def _add_call(self, call: ToolCall | CallPiece) -> list[Json]:
         """The events of more of a call. Only a function's arguments are told as they come: all other tools
         have what they need only when the call is complete."""
         events: list[Json] = []
@@ -169,7 +169,7 @@ class ResponseAnswer(EventAnswer):
             if self._form.kind == "function":
                 name = "function_call_arguments.delta"
                 delta = self._event(name, **self._place(), delta=call.arguments)
-                events.append(self._obfuscated(delta))
+                events.append(self._obfuscate(delta))
         return events
 
     def _begin(self, kind: str, fields: Json) -> list[Json]:
@@ -195,7 +195,7 @@ class ResponseAnswer(EventAnswer):
             events.append(self._event(name, **place, arguments=text))
         elif self._form.kind == "custom":
             name, said = "custom_tool_call_input", item["input"]
-            events.append(self._obfuscated(self._event(f"{name}.delta", **place, delta=said)))
+            events.append(self._obfuscate(self._event(f"{name}.delta", **place, delta=said)))
             events.append(self._event(f"{name}.done", **place, input=said))
         events.append(self._event("output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)
@@ -226,7 +226,7 @@ class ResponseAnswer(EventAnswer):
         part = {"type": self._forms_of_text[kind].part_type, "text": text}
         return part | {"annotations": [], "logprobs": []} if kind == "message" else part
 
-    def _obfuscated(self, event: Json) -> Json:
+    def _obfuscate(self, event: Json) -> Json:
         return event | sse.obfuscation(event["delta"]) if self._obfuscates else event
 
     def _new_id(self, kind: str) -> str:

@@ -51,11 +51,11 @@ class StoredRequest(msgspec.Struct, frozen=True):
     items: bytes
     """The conversation that it answers, as a JSON list of items."""
 
-    def packed(self) -> bytes:
-        return msgpack.packed(self)
+    def pack(self) -> bytes:
+        return msgpack.pack(self)
 
     @classmethod
-    def unpacked(cls, packed: bytes | memoryview) -> StoredRequest:
+    def unpack(cls, packed: bytes | memoryview) -> StoredRequest:
         """The input that another process packed."""
         return msgspec.msgpack.decode(packed, type=cls)
 
@@ -74,19 +74,19 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         return self.delta is None or self.delta.end is not None
 
 
-def packed(events: Sequence[Event]) -> list[bytes]:
+def pack_events(events: Sequence[Event]) -> list[bytes]:
     """Pack events as chunks of a log."""
     starts = range(0, len(events), _CHUNK)
-    return [msgpack.packed(events[start : start + _CHUNK]) for start in starts]
+    return [msgpack.pack(events[start : start + _CHUNK]) for start in starts]
 
 
-def unpacked(chunk: bytes | memoryview) -> list[Event]:
+def unpack_events(chunk: bytes | memoryview) -> list[Event]:
     """The events of a chunk, which an ingress has packed."""
     events: list[Event] = msgpack.decoder(list[Event]).decode(chunk)
     return events
 
 
-def merged(events: Sequence[Event]) -> list[Event]:
+def merge(events: Sequence[Event]) -> list[Event]:
     """All deltas as one, and what else is the last of them: a response is the same by these, and sooner."""
     deltas = [event.delta for event in events if event.delta is not None]
     text = "".join(delta.text for delta in deltas)
@@ -197,16 +197,16 @@ class Store:
         self._look()
         if log.id in self._kept:  # it came before, and the answer was lost
             return
-        kept = _ResponseLog(
+        entry = _ResponseLog(
             owner, stored_request, list(log.chunks), log.has_ended, kept_s, self._clock()
         )
-        if kept.n_bytes > MAX_BYTES_EACH:
-            raise KeyLimitError(f"A response of {kept.n_bytes} bytes is too large to be kept.")
+        if entry.n_bytes > MAX_BYTES_EACH:
+            raise KeyLimitError(f"A response of {entry.n_bytes} bytes is too large to be kept.")
         if not log.has_ended:
             self._check_running(owner.holder)
         held = self._held.setdefault(owner.holder, {})
-        self._kept[log.id] = held[log.id] = kept
-        self._bytes[owner.holder] += kept.n_bytes
+        self._kept[log.id] = held[log.id] = entry
+        self._bytes[owner.holder] += entry.n_bytes
         for _ in range(len(held) - MAX_EACH):
             self._forget_oldest(owner.holder)
         self._make_room(owner.holder)
@@ -225,46 +225,46 @@ class Store:
         return [self._append(append) for append in appends]
 
     def _append(self, append: LogAppend) -> bool:
-        kept = self._kept.get(append.id)
-        if kept is None or kept.has_ended:
+        entry = self._kept.get(append.id)
+        if entry is None or entry.has_ended:
             return False
-        kept.touched_at = self._clock()
-        if append.chunks and append.first == len(kept.chunks):
-            self._extend(kept, append.chunks, has_ended=append.has_ended)
+        entry.touched_at = self._clock()
+        if append.chunks and append.first == len(entry.chunks):
+            self._extend(entry, append.chunks, has_ended=append.has_ended)
         return True
 
-    def _extend(self, kept: _ResponseLog, chunks: Sequence[bytes], *, has_ended: bool) -> None:
-        kept.chunks += chunks
-        kept.has_ended = has_ended
-        self._bytes[kept.owner.holder] += sum(map(len, chunks))
-        _wake(kept)
-        self._make_room(kept.owner.holder)
+    def _extend(self, entry: _ResponseLog, chunks: Sequence[bytes], *, has_ended: bool) -> None:
+        entry.chunks += chunks
+        entry.has_ended = has_ended
+        self._bytes[entry.owner.holder] += sum(map(len, chunks))
+        _wake(entry)
+        self._make_room(entry.owner.holder)
 
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
-        kept = self._owned(response_id, key)
-        if kept is not None and wait_s and len(kept.chunks) <= first and not kept.has_ended:
+        entry = self._find_log(response_id, key)
+        if entry is not None and wait_s and len(entry.chunks) <= first and not entry.has_ended:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await kept.changes.wait()
-            kept = self._owned(response_id, key)
-        if kept is None:
+                    await entry.changes.wait()
+            entry = self._find_log(response_id, key)
+        if entry is None:
             return None
-        return StoredResponse(kept.stored_request, kept.chunks[first:], kept.has_ended)
+        return StoredResponse(entry.stored_request, entry.chunks[first:], entry.has_ended)
 
     async def delete(self, response_id: str, key: str | None) -> bool:
-        if self._owned(response_id, key) is None:
+        if self._find_log(response_id, key) is None:
             return False
         self._forget(response_id)
         return True
 
     async def cancel(self, response_id: str, key: str | None) -> None:
-        kept = self._owned(response_id, key)
+        kept = self._find_log(response_id, key)
         if kept is not None and not kept.has_ended:
-            self._extend(kept, packed([Event(time.time())]), has_ended=True)
+            self._extend(kept, pack_events([Event(time.time())]), has_ended=True)
 
-    def _owned(self, response_id: str, key: str | None) -> _ResponseLog | None:
+    def _find_log(self, response_id: str, key: str | None) -> _ResponseLog | None:
         self._look()
         kept = self._kept.get(response_id)
         if kept is None or kept.owner.key != key or self._is_old(kept):
@@ -281,23 +281,23 @@ class Store:
         if now < self._look_at:
             return
         self._look_at = now + 1.0
-        for response_id in [name for name, kept in self._kept.items() if self._is_old(kept)]:
+        for response_id in [name for name, entry in self._kept.items() if self._is_old(entry)]:
             self._forget(response_id)
-        running = [kept for kept in self._kept.values() if not kept.has_ended]
-        for kept in running:
-            if now - kept.touched_at >= LEASE_S:
-                kept.touched_at = now
+        running = [entry for entry in self._kept.values() if not entry.has_ended]
+        for entry in running:
+            if now - entry.touched_at >= LEASE_S:
+                entry.touched_at = now
                 error = EngineFailedError("The process that made this response has ended.")
-                self._extend(kept, packed([Event(time.time(), error=error)]), has_ended=True)
+                self._extend(entry, pack_events([Event(time.time(), error=error)]), has_ended=True)
 
     def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
-        holder = kept.owner.holder
+        entry = self._kept.pop(response_id)
+        holder = entry.owner.holder
         del self._held[holder][response_id]
-        self._bytes[holder] -= kept.n_bytes
+        self._bytes[holder] -= entry.n_bytes
         if not self._held[holder]:
             del self._held[holder], self._bytes[holder]
-        _wake(kept)
+        _wake(entry)
 
     def _make_room(self, holder: str) -> None:
         """Keep the bounds on bytes, first those of this holder."""

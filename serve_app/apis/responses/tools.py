@@ -168,11 +168,11 @@ class CallForm:
 
 def forms(tools: Iterable[Mapping[str, Any]]) -> dict[str, CallForm]:
     """The forms of the calls of a response's tools, as the response repeats these, by functions' names."""
-    made = []
+    call_forms = []
     for tool in tools:
         kind, name = tool["type"], tool.get("name", tool["type"])
         if kind == "namespace":
-            made += [CallForm(one["type"], one["name"], name) for one in tool["tools"]]
+            call_forms += [CallForm(one["type"], one["name"], name) for one in tool["tools"]]
         else:
-            made.append(CallForm(kind, name))
-    return {form.function: form for form in made}
+            call_forms.append(CallForm(kind, name))
+    return {form.function: form for form in call_forms}

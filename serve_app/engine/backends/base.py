@@ -185,8 +185,6 @@ class Setup:
     """The cost of batches; empty if that was not measured."""
     kernels_reason: str = "as configured"
     mode_reason: str = ""
-    spins: bool = False
-    """Whether threads that wait for each other compute on, so that CPU time tells what others took."""
 
 
 @dataclass(frozen=True, slots=True)

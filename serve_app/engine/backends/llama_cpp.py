@@ -25,7 +25,7 @@ from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUs
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, converted
 from serve_app.engine.choice.caches import choose_cache
-from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, Mode, Plan
+from serve_app.engine.choice.plan import LLAMA_CPP_PLAN, CachePlan, Mode, Plan
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.guests.drafts.drafting import MAX_DRAFTED_ROWS
@@ -272,8 +272,8 @@ class LlamaModes:
 
     def change(self, reason: str, learned: Profile) -> None:
         began, backend = time.perf_counter(), self._backend
-        present = replace(backend.cache_plan, profile=learned)
-        plan = present.turned(reason)
+        present, (mode, profile) = replace(backend.cache_plan, profile=learned), self.other
+        plan = CachePlan(mode, reason, profile, (present.mode, learned))
         try:
             backend.remake_cache(plan.mode)
         except ConfigError:
@@ -324,9 +324,8 @@ class LlamaBackend:
             self.cache_plan = cache = choose_cache(plan, model, options, self._open, report)
             self.setup = Setup(
                 *(plan.kernels.backend, cache.mode, cache.profile),
-                kernels_reason=plan.why,
+                kernels_reason=str(plan),
                 mode_reason=cache.reason,
-                spins=True,
             )
             began, n_ctx = time.perf_counter(), options.n_ctx
             if n_ctx is not None:
@@ -469,7 +468,6 @@ class LlamaBackend:
         )
 
     def keep(self, profile: Profile) -> None:
-        # The other kind's profile may be worse: its share says so, and the next comparison distrusts it.
         self.cache_plan = replace(self.cache_plan, profile=profile)
         self.setup = replace(self.setup, profile=profile)
         self.plan.keep(self.options.profile_folder, self.cache_plan)

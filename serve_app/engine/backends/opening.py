@@ -38,10 +38,7 @@ def open_backend(
         why = f"OpenVINO could not be started: {error}".removesuffix(".")
         plan = replace(plan, kernels=plan.llama_cpp, why=why)
         backend = open_planned(plan, path, options, report)
-    logger.info(
-        *("The plan of %s: %s, as %s; %s.", path.name, plan.kernels, plan.why),
-        backend.setup.mode_reason,
-    )
+    logger.info("The plan of %s: %s; %s.", path.name, plan, backend.setup.mode_reason)
     if plan.converts:
         threading.Thread(target=_convert, args=(path, options), daemon=True).start()
     return backend

@@ -213,7 +213,7 @@ class OpenVinoBackend:
             cache = kept_or_measured(plan, self._options, report, self._measured)
         self._cache_plan = cache
         self.setup = Setup(
-            *("openvino", PAGED, cache.profile), kernels_reason=plan.why, mode_reason=cache.reason
+            *("openvino", PAGED, cache.profile), kernels_reason=str(plan), mode_reason=cache.reason
         )
         # llama.cpp is the faster with few rows, one for each slot.
         self.draft = open_draft(model, draft_for(model, options), options)

@@ -12,7 +12,7 @@ from serve_app.base.engine_options import EngineOptions
 from serve_app.base.formats import block_size
 from serve_app.base.progress import Report, Stage
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
-from serve_app.engine.choice.rating import alike, fastest, filled, request_s
+from serve_app.engine.choice.rating import alike, compared, fastest, filled, request_s
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
@@ -101,10 +101,11 @@ def fastest_mode(
     seconds = {mode: [request_s(each, options, mode)] for mode, each in alike(profiles).items()}
     same = max(_SAME, *(1 - profile.share for profile in profiles.values()))
     prompts = "a common system prompt" if options.pinned else "prompts of their own"
-    best, reason = fastest(seconds, same, f", with {prompts}")
+    best = fastest(seconds, same)
+    why = compared(seconds, f"with {prompts}") if len(seconds) > 1 else "as configured"
     others = [mode for mode in seconds if mode.kv_unified != best.kv_unified]
     other = min(others, key=lambda mode: seconds[mode], default=None)
-    return best, reason or f"{best}: as configured", other
+    return best, f"{best}: {why}", other
 
 
 def _measured(

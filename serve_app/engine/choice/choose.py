@@ -26,7 +26,7 @@ from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.choice.kernels import MODE, kernels_profiles
 from serve_app.engine.choice.plan import AS_STORED, BOTH, OPENVINO, PAGED, REPACKED, Kernels, Plan
-from serve_app.engine.choice.rating import alike, fastest, joined, request_s
+from serve_app.engine.choice.rating import alike, compared, fastest, joined, request_s
 from serve_app.engine.costs import profile_cache
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model, files_of, fingerprint_of
@@ -82,7 +82,7 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     converted = convert.converted_models(None).of(convert.name_of(fingerprint))
     if plan.conversion_s <= _MOST_CONVERSION_S or converted.is_file():
         return replace(plan, kernels=OPENVINO)
-    why = f"{plan.reason}, but to convert the file takes about {plan.conversion_s:.0f} s"
+    why = f"{plan.reason}; to convert the file for OpenVINO takes about {plan.conversion_s:.0f} s"
     why += ": that is done beside the requests, for the next start" * has_room
     why += " and much memory: set backend: openvino for that" * (not has_room)
     return replace(plan, why=why, converts=has_room)
@@ -165,20 +165,18 @@ def _fastest(
     for kernels, profile in profiles.items():
         mode = PAGED if kernels == OPENVINO else MODE
         seconds[kernels] = [request_s(profile, load, mode) / share for load in loads]
-    load = ", with " + " and ".join(str(load.n_slots) for load in loads) + " at once"
-    openvino_s, reasons = seconds.pop(OPENVINO, None), [plan.reason]
-    best, reason = fastest(seconds, _SAME, load)
-    reasons.append(reason)
-    winner = best
-    if openvino_s is not None:
-        winner, reason = fastest({best: seconds[best], OPENVINO: openvino_s}, _SAME, load)
-        reasons.append(reason)
+    layouts_s = {kernels: times for kernels, times in seconds.items() if kernels != OPENVINO}
+    winner = best = fastest(layouts_s, _SAME)
+    if OPENVINO in seconds and is_certain:
+        winner = fastest({best: seconds[best], OPENVINO: seconds[OPENVINO]}, _SAME)
+    at_once = " and ".join(str(load.n_slots) for load in loads)
+    reasons = [plan.reason, compared(seconds, f"with {at_once} at once")]
     if not is_certain:
         reasons.append("other programs computed, so it says little: the next start measures again")
     return replace(
         plan,
         llama_cpp=best,
-        openvino=winner == OPENVINO and is_certain,
+        openvino=winner == OPENVINO,
         reason="; ".join(filter(None, reasons)),
         is_certain=plan.is_certain and is_certain,
     )

@@ -75,15 +75,6 @@ class CachePlan:
     other: tuple[Mode, Profile] | None = None
     """The best mode with the other kind of cache, if both kinds are open."""
 
-    def turned(self, reason: str) -> CachePlan:
-        """The other mode instead, for that reason."""
-        if self.other is None:
-            raise ValueError("There is no other mode.")
-        mode, profile = self.other
-        return replace(
-            self, mode=mode, profile=profile, reason=reason, other=(self.mode, self.profile)
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -107,6 +98,9 @@ class Plan:
     """The last part of the plan, by kernels: the next start may have others."""
     name: str = ""
     """The name of the file that keeps the plan; none does without one."""
+
+    def __str__(self) -> str:
+        return f"{self.kernels}: {self.why}"
 
     @property
     def cache(self) -> CachePlan | None:

@@ -67,20 +67,20 @@ def _prompt_s(
     return prompt_s
 
 
-def fastest(seconds: Mapping[Name, Sequence[float]], same: float, load: str) -> tuple[Name, str]:
-    """The candidate that takes least, by the geometric mean of its times, and why in one line. Those that
-    take up to `same` longer, as a part, are as fast: of these, the first. `load` is that of a request. A
-    single candidate needs no reason."""
-    if len(seconds) == 1:
-        return next(iter(seconds)), ""
+def fastest(seconds: Mapping[Name, Sequence[float]], same: float) -> Name:
+    """The candidate that takes least, by the geometric mean of its times. Those that take up to `same`
+    longer, as a part, are as fast: of these, the first."""
     means = {name: math.prod(times) ** (1 / len(times)) for name, times in seconds.items()}
     most_s = (1 + same) * min(means.values())
-    best = next(name for name, mean_s in means.items() if mean_s <= most_s)
-    figures = {
-        name: " and ".join(f"{time_s:.2f}" for time_s in times) for name, times in seconds.items()
-    }
-    others = ", ".join(f"{times} s with {name}" for name, times in figures.items() if name != best)
-    return best, f"{best}: {figures[best]} s for a request{load}; {others}"
+    return next(name for name, mean_s in means.items() if mean_s <= most_s)
+
+
+def compared(seconds: Mapping[Name, Sequence[float]], load: str) -> str:
+    """The seconds of a request under that load with each candidate, as a sentence without its period."""
+    times = {name: " and ".join(f"{s:.2f}" for s in each) for name, each in seconds.items()}
+    return f"a request {load} takes " + "; ".join(
+        f"{text} s with {name}" for name, text in times.items()
+    )
 
 
 def alike(profiles: Mapping[Name, Profile]) -> dict[Name, Profile]:

@@ -83,7 +83,7 @@ class Admission:
         if sequence.trace.admitted is None:  # one that was preempted goes on with its own
             try:
                 sampler = self._backend.sampler(
-                    sequence.request.sampling, sequence.request.given, sequence.constraint
+                    sequence.request.sampling, sequence.request.all_tokens, sequence.constraint
                 )
             except Exception as error:
                 logger.exception("No sampler could be made for %s.", sequence.id)
@@ -128,7 +128,6 @@ class Admission:
             if not sequence.finished:
                 self._preempt(sequence, stored=False)
         self.changed = True
-        self._policy.begin_anew()
 
     def _preempt(
         self, sequence: Sequence, *, for_another: bool = False, stored: bool = True

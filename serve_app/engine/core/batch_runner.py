@@ -14,7 +14,6 @@ from serve_app.base.types import Adapters, Sampled
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk
-from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import AHEAD_S, CostModel
 from serve_app.engine.health import Progress
 
@@ -36,8 +35,8 @@ class BatchResult:
     """The passes that were begun: the first, and those over the tokens that the pass before brought."""
     decode_s: float = 0.0
     sample_s: float = 0.0
-    share: float | None = None
-    """The part of their time that the threads had, if the costs can be learned from this batch."""
+    is_usual: bool = True
+    """Whether the costs can be learned from this batch."""
 
 
 Stream = tuple[Chunk, int, list[Sampled]]
@@ -53,7 +52,6 @@ class BatchRunner:
     _progress: Progress
     _command_queue: CommandQueue
     """The queue that cancels a batch which nobody waits for."""
-    _clocks: Clocks
     _adapters: Adapters = ()
     """The adapters of the last batch."""
 
@@ -64,7 +62,6 @@ class BatchRunner:
         of each stream: vLLM calls that multi-step scheduling.
         """
         began, has_pending_copy = time.monotonic(), bool(self._backend.slots_with_pending_copy)
-        self._clocks.begin()
         with self._computing(batch):
             try:
                 switches = self.use_adapters(batch.adapters)
@@ -73,11 +70,11 @@ class BatchRunner:
                 if isinstance(error, DecodeCancelledError):
                     self._charge(batch, time.monotonic() - began)
                 return BatchResult(batch, error)
-            decoded, (_, share) = time.monotonic(), self._clocks.end(len(batch.rows))
+            decoded = time.monotonic()
             is_usual = not (
                 has_pending_copy or switches or any(chunk.scored for chunk in batch.chunks)
             )
-            result = BatchResult(batch, None, share=share if is_usual else None)
+            result = BatchResult(batch, is_usual=is_usual)
             result.first_s = result.decode_s = decoded - began
             result.sampled = [self._sample(chunk) for chunk in batch.chunks]
             result.sample_s = time.monotonic() - decoded
@@ -159,24 +156,21 @@ class BatchRunner:
 
     def learn(self, result: BatchResult) -> None:
         """Learn what a batch took. Its tokens need not wait for that."""
-        batch, seconds, share = result.batch, result.first_s, result.share
-        if share is None:
+        batch, seconds = result.batch, result.first_s
+        if not result.is_usual:
             return
         depth = self._costs.attended(batch.depth, batch.n_cells)
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
-            self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds, share)
+            self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)
         elif len(batch.chunks) == 1 or self._backend.setup.mode.mixes:
-            self._costs.observe_prefill(len(batch.rows), depth, seconds, share)
+            self._costs.observe_prefill(len(batch.rows), depth, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:
         """Sample behind a chunk. Its client is charged for grammars and log-probabilities, too."""
         began = time.monotonic()
         sampled = sample(chunk)
-        seconds = time.monotonic() - began
-        self._command_queue.policy.charge(chunk.sequence, seconds)
-        if not (chunk.scored or isinstance(sampled, CorralError)):
-            chunk.sequence.sampling_cost.observe(len(sampled), seconds)
+        self._command_queue.policy.charge(chunk.sequence, time.monotonic() - began)
         return sampled
 
 

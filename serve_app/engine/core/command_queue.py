@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,7 @@ class PendingCommands:
     """The requests that still wait and whose place another client's request got, with their errors."""
 
     def __bool__(self) -> bool:
-        pending = self.submitted or self.commands or self.aborted or self.displaced
-        return bool(pending) or self.deadline is not None
+        return bool(self.submitted or self.commands or self.aborted or self.deadline is not None)
 
 
 _NOTHING = PendingCommands()
@@ -79,7 +78,7 @@ _BURST_PART, _MOST_BURST_S = 0.1, 0.02
 
 class CommandQueue:
     """Where other threads leave commands. It knows the live request ids, and asks the policy whom it
-    accepts: so it can refuse a duplicate, or one too many, at once on the caller's thread."""
+    accepts. So a duplicate, or one too many, is refused at once, on the caller's thread."""
 
     def __init__(self, policy: SlotPolicy) -> None:
         self.policy = policy
@@ -105,7 +104,7 @@ class CommandQueue:
     def run_between_steps(self, command: Command) -> None:
         """Any thread: have the command run between two steps, or refused."""
         with self._changed:
-            refusal = self._closed()
+            refusal = self._refusal()
             if refusal is None:
                 self._pending.commands.append(command)
                 self._update_cancel()
@@ -113,7 +112,7 @@ class CommandQueue:
         if refusal is not None:
             command.refuse(refusal)
 
-    def _closed(self) -> CorralError | None:
+    def _refusal(self) -> CorralError | None:
         if self._failed:
             return EngineFailedError("The engine has failed and is being restarted.")
         if self._pending.deadline is not None:
@@ -121,8 +120,8 @@ class CommandQueue:
         return None
 
     def _accept(self, sequence: Sequence, forecast: Forecast) -> CorralError | Accepted:
-        if closed := self._closed():
-            return closed
+        if refusal := self._refusal():
+            return refusal
         if sequence.id in self._live:
             return InvalidRequestError(
                 f"A request with the id {sequence.id!r} is already running.", "id"
@@ -160,8 +159,8 @@ class CommandQueue:
 
     @contextmanager
     def computing(self, sequences: SequenceOf[Sequence] = ()) -> Iterator[None]:
-        """Decoder thread: a batch for these sequences, which is cancelled once all of them are aborted; or
-        once a request comes, if all are behind all others, or there are none."""
+        """Decoder thread: a batch for these sequences. It is cancelled once all of them are aborted. If all
+        are behind all others, or there are none, it is also cancelled once a request comes."""
         with self._changed:
             self._computed = frozenset(sequence.id for sequence in sequences)
             self._is_preemptible = all(sequence.is_behind for sequence in sequences)
@@ -172,10 +171,6 @@ class CommandQueue:
             with self._changed:
                 self._computed, self._is_preemptible = frozenset(), False
                 self._update_cancel()
-
-    def resting(self) -> AbstractContextManager[None]:
-        """Decoder thread: work for nobody, which is cancelled once a request comes."""
-        return self.computing()
 
     def _update_cancel(self) -> None:
         """Cancel the batch, or allow batches again, if that has changed. With the lock."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from operator import sub
@@ -30,9 +30,7 @@ from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batc
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget
-from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import CostModel
-from serve_app.engine.costs.sampling_costs import SamplingCost, sampling_kind
 from serve_app.engine.health import Progress
 from serve_app.engine.metrics.snapshot import Published, View, engine_stats
 from serve_app.engine.metrics.stats import CachedPrefixes, CachedPrompt, Counts
@@ -45,10 +43,12 @@ G = TypeVar("G", bound=Guest)
 MakeGuests = Callable[["EngineCore"], list[Guest]]
 """Makes the guests of a core, in the order in which they are called. Decoder thread."""
 
-_Done = tuple[float, float, float]
-"""Tokens of prompts and of answers, and seconds of sampling, up to some moment."""
+_Done = tuple[int, int]
+"""Tokens of prompts and of answers up to some moment."""
 # Steps in a row in which nothing could be decoded, after which the backend counts as broken.
 _MAX_FAILED_STEPS = 3
+# Seconds of steps after which what was learned is worth more than what was measured.
+_KEPT_FROM_S = 20.0
 # Requests of which `CachedPrefixes` knows that they were taken in.
 _TAKEN_KEPT = 256
 
@@ -93,8 +93,7 @@ class EngineCore:
         self.admission = Admission(
             backend, self.cache, self.scheduler, command_queue, self.budget, self.counts, outbox
         )
-        clocks = Clocks(options.threads_of if backend.setup.spins else None)
-        self.runner = BatchRunner(backend, costs, progress, command_queue, clocks)
+        self.runner = BatchRunner(backend, costs, progress, command_queue)
         self._runs_ahead = backend.draft is None and backend.traits.n_rewind >= options.n_batch
         """Whether tokens can be computed before anybody has looked at the tokens before them."""
         self._postprocessor = Postprocessor(
@@ -106,7 +105,6 @@ class EngineCore:
             self.latencies,
             self.scheduler,
         )
-        self._sampling_costs = defaultdict[tuple[object, ...], SamplingCost](SamplingCost)
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
         self.delivered: Callable[[], None] = lambda: None
@@ -121,7 +119,7 @@ class EngineCore:
             interlude=self.interlude,
             end=self.end,
             interrupt=self._interrupt,
-            resting=command_queue.resting,
+            resting=command_queue.computing,
         )
         self.guests = make_guests(self)
         self.published = Published(self._view)
@@ -216,7 +214,7 @@ class EngineCore:
 
     @property
     def _done(self) -> _Done:
-        return self.counts.prompt_tokens, self.counts.generated_tokens, self.counts.sample_s
+        return self.counts.prompt_tokens, self.counts.generated_tokens
 
     def _account(self, began: float, done: _Done) -> float:
         """Restart the budget, and learn how fast work gets done. Returns the seconds of the step."""
@@ -225,8 +223,8 @@ class EngineCore:
         seconds = self.steps.worked_at - began
         self.counts.step_s += seconds
         if not self.cache.table.n_idle and self.scheduler.served_all:
-            n_prompt, n_generated, sample_s = map(sub, self._done, done)
-            self.backlog.learn_pace(n_prompt, n_generated, seconds - sample_s)
+            n_prompt, n_generated = map(sub, self._done, done)
+            self.backlog.learn_pace(n_prompt, n_generated, seconds)
         return seconds
 
     def deliver(self) -> None:
@@ -282,8 +280,6 @@ class EngineCore:
             return True
         self.admission.changed = True
         for sequence in pending.submitted:
-            kind = sampling_kind(sequence.request.sampling)
-            sequence.sampling_cost = self._sampling_costs[kind]
             sequence.expected_s = self.backlog.cost_s(sequence)
         self.admission.enqueue(pending.submitted)
         for command in pending.commands:  # which may look at what is live
@@ -338,9 +334,11 @@ class EngineCore:
             self._outbox.end(sequence, FinishReason.ERROR, error)
 
     def close(self, *, healthy: bool) -> None:
-        """Close the guests, and then the backend."""
+        """Close the guests, and then the backend. What was learned of its costs is kept."""
         with ExitStack() as stack:
             stack.callback(self.backend.close)
+            if healthy and self.counts.step_s >= _KEPT_FROM_S:
+                self.backend.keep(self.costs.learned())
             for guest in self.guests:
                 stack.callback(guest.close, healthy=healthy)
 
@@ -373,6 +371,6 @@ class EngineCore:
 
     def _cached_prefixes(self) -> CachedPrefixes:
         requests = (sequence.request for sequence in self.admission.waiting)
-        waiting = (CachedPrompt(request.content_group, request.given) for request in requests)
+        waiting = (CachedPrompt(request.content_group, request.all_tokens) for request in requests)
         adapters = frozenset(adapters_of(seq.request.content_group) for seq in self.live)
         return CachedPrefixes((*waiting, *self.cache.prompts), tuple(self._taken), adapters)

@@ -31,7 +31,6 @@ from serve_app.engine.cache.packing import (
     token_array,
 )
 from serve_app.engine.core.text import Detokenizer, LineLimits
-from serve_app.engine.costs.sampling_costs import SamplingCost
 from serve_app.engine.metrics.trace import Trace
 from serve_app.kernels.llama.grammars.constraint import Constraint
 
@@ -130,7 +129,6 @@ class Sequence:
         self.spent_s = 0.0
         """Seconds that the decoder worked for it, and those that it was to work in all."""
         self.expected_s = 0.0
-        self.sampling_cost = SamplingCost()
         self.lost_slot = request.n_failovers > 0
         """Whether it had a slot, here or elsewhere, and lost it for no other client's sake."""
         self.is_behind = request.background
@@ -240,7 +238,7 @@ class Sequence:
     @property
     def n_computed(self) -> int:
         """Tokens that it came with and that were not in the cache. Since it got its slot."""
-        return max(0, len(self.request.given) - self.n_cached)
+        return max(0, len(self.request.all_tokens) - self.n_cached)
 
     def resume(self, vocabulary: Vocabulary, options: EngineOptions) -> None:
         """Be where another engine left it: with the tokens that it generated, and their text delivered. Its

@@ -15,7 +15,7 @@ class StepBudget:
     """The time from one token of the streams to their next, and what is left of it. Decoder thread only.
 
     The clock begins when a step has delivered its tokens. Whatever the decoder thread does before it
-    delivers the next ones has drawn from the budget when it is done: copies, mode changes, texts, pictures
+    delivers the next ones has drawn from the budget when it is done. Copies, mode changes, texts, pictures
     and drafts need not say so. Each part of a step asks before it begins how much is left, and the prompts
     get what decoding leaves. Time that is known to be needed later in the step is `expected`.
     """

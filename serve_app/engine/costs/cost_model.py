@@ -5,15 +5,11 @@ time is their sum; in a unified cache the two share one. It takes `speed * (base
 for its number of rows, the slope for each token that stands in the cache before them. In a unified cache
 those of other sequences count, too, as far as the kernel does not skip what is masked.
 
-The profile has bases and slopes as they were measured. Their factors are learned while running, by a Kalman
-filter: one for the speed, one for each measured base, and one for the slopes of each kind of batch. It
-corrects what a forecast was most likely wrong about, as it knows how unsure each factor is. Sources:
-Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960; errors are bounded as in Huber,
-"Robust Estimation of a Location Parameter", 1964.
-
-Each measurement carries its own trust: the part of their time that its threads had, its `share`. Other
-programs had the rest, which says nothing about a batch (`own_s`). The smaller the share, the less the
-filter learns. How much longer batches take meanwhile is a factor of its own.
+The profile has bases and slopes as they were measured. Factors of these are learned from each batch: one
+for the speed of all batches, one for each measured base, and one for the slopes of each kind of batch. Each
+moves by a part of the forecast's error, as large as its own part of the forecast is. Source: Widrow and
+Hoff, "Adaptive Switching Circuits", 1960; errors are bounded as in Huber, "Robust Estimation of a Location
+Parameter", 1964.
 """
 
 from __future__ import annotations
@@ -23,25 +19,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-# Batches that are forecast rightly differ from that by so much, as a variance of the relative error.
-_NOISE = 0.08**2
-# An error counts up to so many standard deviations: more may be a hiccup. One that stays is learnt anyway.
-_MOST_DEVIATIONS = 2.0
-# What was measured is wrong by a seventh, as a variance. A size whose variance is above the second one is
-# worth a trial.
-_TRUSTED, _WORTH_A_TRIAL = 0.02, 0.03
-# The variance of the speed, which changes soon, and what an error adds that is too large to be noise.
-_SPEED, _JUMP = 0.005, 0.03
-# How soon what was learned is forgotten, with each batch: of the speed, and of all else.
-_SOON, _LATE = 0.14, 0.001
-# Where no slope was measured, a depth of so many tokens may double what a batch takes.
-_DOUBLING_DEPTH = 4_000
-# Seconds of batches of one size, of which one is learnt from.
-_LEARN_S = 0.1
-# The weight of the newest batch in how much longer batches take because of other programs.
-_NEWEST_DELAY = 0.2
+# The parts of an error by which the speed moves, and the base or the slopes that a forecast consists of.
+# Few batches tell of slopes, and each tells of all.
+_SPEED, _BASE, _SLOPES = 0.2, 0.2, 0.6
+# The most that counts of an error, as a logarithm: more may be a hiccup. One that stays is learnt anyway.
+_MOST_ERROR = 0.45
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
@@ -53,11 +35,8 @@ AHEAD_S = 0.02
 as a pass of a tiny model, and nobody sees whether tokens come so fast one by one."""
 # A split that gains less than this part is noise.
 _LEAST_GAIN = 0.05
-# Weight of the newest batch with drafts of several sequences.
-_NEWEST = 0.1
 # What was planned is planned anew after so many batches, as the curve may have moved.
 _PLANS_KEPT = 64
-_NO_LINE = -1, 0.0, 0.0
 
 
 def own_s(seconds: float, share: float) -> float:
@@ -82,158 +61,53 @@ def envelope(times: Mapping[int, float], *, by_row: bool = True) -> dict[int, fl
     }
 
 
-class Factors:
-    """Corrections that are learned from forecasts' errors, all 0 at first. The first one is the speed, as a
-    logarithm: how much longer all batches take than when they were measured (throttling, memory that
-    others use)."""
-
-    def __init__(self, doubt: float = 0.0) -> None:
-        """`doubt` is the variance of all that was measured together."""
-        self.values: list[float] = []
-        self.n_learned = 0
-        """The number of errors that changed them so far."""
-        self._covariance, self._begun = np.zeros((0, 0)), np.zeros(0)
-        self.add(_SPEED + doubt)
-        self._begun[0] = _SPEED
-
-    @property
-    def speed(self) -> float:
-        """The factor of measured seconds, without delays."""
-        return math.exp(self.values[0])
-
-    def variance(self, growth: Mapping[int, float]) -> float:
-        """The present variance of a forecast's relative error. `growth` says how much the forecast grows,
-        relatively, with each number."""
-        indices, parts = list(growth), np.array(list(growth.values()))
-        return float(parts @ self._covariance[np.ix_(indices, indices)] @ parts)
-
-    def add(self, variance: float) -> int:
-        """Add a factor, which is that unsure, and return its index."""
-        self.values.append(0.0)
-        self._covariance = np.pad(self._covariance, (0, 1))
-        self._covariance[-1, -1] = variance
-        self._begun = np.append(self._begun, variance)
-        return len(self.values) - 1
-
-    def learn(self, growth: Mapping[int, float], error: float, noise: float) -> None:
-        """Learn from a forecast's relative error, which has that variance, too. `growth` is its growth."""
-        diagonal = np.einsum("ii->i", self._covariance)
-        forgotten = np.maximum(0.0, self._begun - diagonal)
-        diagonal += _LATE * forgotten
-        diagonal[0] += _SOON * forgotten[0]
-        indices, parts = list(growth), np.array(list(growth.values()))
-        self.n_learned += 1
-        due = parts @ self._covariance[indices]  # it is symmetric
-        variance = noise + float(parts @ due[indices])
-        most = _MOST_DEVIATIONS * math.sqrt(variance)
-        self.values = (due * (max(-most, min(most, error)) / variance) + self.values).tolist()
-        if abs(error) <= most:
-            self._covariance -= np.outer(due, due) / variance
-        else:  # a hiccup, which tells nothing, or the machine has changed
-            diagonal[0] += _JUMP
-
-
 class Curve:
-    """Seconds by number of rows and depth: straight between what was measured, and beyond."""
+    """Seconds by number of rows and depth, at the speed of the measurement: straight between what was
+    measured, and beyond."""
 
-    def __init__(
-        self,
-        shallow: Mapping[int, float],
-        deep: Mapping[int, float],
-        depth: int,
-        factors: Factors,
-        doubt: float = 0.0,
-    ) -> None:
-        """`doubt` is the additional variance of each measured number. What is thought too fast is tried and
-        learned, what is thought too slow never is: so batches begin at the envelope. But some kernels are
-        odd, and that is to be believed of a quiet machine."""
-        self.measured, self._factors = sorted(shallow), factors
-        by_row = doubt > _TRUSTED
-        likely_s = envelope(shallow, by_row=by_row)
-        self._seconds = list(likely_s.values())
-        self._bases = [
-            factors.add(_TRUSTED + doubt + math.log(shallow[n] / likely_s[n]) ** 2)
-            for n in self.measured
-        ]
+    def __init__(self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int) -> None:
+        """What is thought too fast is tried and learned, what is thought too slow never is: so batches
+        begin at the `envelope`."""
+        self.measured = sorted(shallow)
+        self._bases = list(envelope(shallow, by_row=False).values())
         added_s = {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
-        if by_row:
-            added_s = envelope(added_s)
-        self._attending = [0, *sorted(added_s)]
+        self._attending = [0, *sorted(added_s)] if added_s else []
         """The numbers of rows of which a slope is known: none for no rows."""
         self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
-        self._row_s = min((shallow[n] / n for n in self.measured), default=0.0)
-        self._deeper = factors.add(1.0)
-        self._lines: dict[int, tuple[int, float, float]] = {}
-        """The count of what had been learned, the seconds without tokens before the rows, and those that
-        each such token adds; by number of rows. A step asks for some twenty."""
-        self._to_learn_s: dict[int, float] = {}
-        """The seconds that batches of each number of rows take until the next one is learnt from."""
-        self._seen_at: dict[int, float] = {}
-        """The tokens before the last batch of each number of rows."""
+        self._deeper = 1.0
+        """The factor of all slopes."""
+        self._lines: dict[int, tuple[float, float]] = {}
+        """The seconds without tokens before the rows, and those that each such token adds, by number of
+        rows. A step asks for some twenty."""
 
-    def own_s(self, n_rows: int, n_past: float) -> float:
-        """Seconds of a batch if no other program had the cores; 0 if none was measured."""
+    def seconds(self, n_rows: int, n_past: float) -> float:
+        """Seconds of a batch; 0 if none was measured."""
         if not self.measured:
             return 0.0
-        n_learned, base_s, slope_s = self._lines.get(n_rows, _NO_LINE)
-        if n_learned != self._factors.n_learned:
-            base_s, slope_s = self._line(n_rows)
-            self._lines[n_rows] = self._factors.n_learned, base_s, slope_s
+        base_s, slope_s = self._lines.get(n_rows) or self._line(n_rows)
         return base_s + n_past * slope_s
 
     def _line(self, n_rows: int) -> tuple[float, float]:
-        base_s = sum(weight * self._base_s(i) for i, weight in _parts(self.measured, n_rows))
-        slope_s, scale_s = self._slope_s(n_rows)
-        slope_s += self._factors.values[self._deeper] * scale_s
-        return self._factors.speed * base_s, self._factors.speed * max(0.0, slope_s)
+        base_s = sum(weight * self._bases[i] for i, weight in _parts(self.measured, n_rows))
+        line = self._lines[n_rows] = base_s, self._deeper * self._slope_s(n_rows)
+        return line
 
-    def own_times(self, n_past: float = 0) -> dict[int, float]:
-        """Seconds that `own_s` gives for all numbers of rows that were measured."""
-        return {n: self.own_s(n, n_past) for n in self.measured}
+    def times(self, n_past: float = 0) -> dict[int, float]:
+        """Seconds of all numbers of rows that were measured."""
+        return {n: self.seconds(n, n_past) for n in self.measured}
 
-    @property
-    def worth_a_trial(self) -> list[int]:
-        """The numbers of rows of which too little is known, fewer first."""
-        return [n for n in self.measured if not self._knows(n)]
-
-    def _knows(self, n_rows: int) -> bool:
-        """Whether forecasts are sure enough at the depth at which such batches are computed."""
-        growth = self._growth(n_rows, self._seen_at.get(n_rows, 0.0))
-        return self._factors.variance(growth) <= _WORTH_A_TRIAL
-
-    def _growth(self, n_rows: int, n_past: float) -> dict[int, float]:
-        """How much a forecast grows, relatively, with each number that is learned; as much as the speed."""
-        scale = self._factors.speed / (self.own_s(n_rows, n_past) or 1.0)
-        growth = {0: 1.0, self._deeper: scale * n_past * self._slope_s(n_rows)[1]}
+    def learn(self, n_rows: int, n_past: float, error: float) -> None:
+        """Learn from the logarithm of the time of a batch to its forecast."""
+        base_part = self.seconds(n_rows, 0) / self.seconds(n_rows, n_past)
         for i, weight in _parts(self.measured, n_rows):
-            growth[self._bases[i]] = scale * weight * self._base_s(i)
-        return growth
+            self._bases[i] *= math.exp(_BASE * min(1.0, weight) * base_part * error)
+        self._deeper *= math.exp(_SLOPES * (1 - base_part) * error)
+        self._lines.clear()
 
-    def learn(self, n_rows: int, n_past: float, seconds: float, share: float) -> None:
-        """Learn from a batch that took `seconds` of its threads' own time, of which they had that share. Of
-        short batches of one size, one in `_LEARN_S` counts: all tell the same, and learning takes time."""
-        to_learn_s = self._to_learn_s.get(n_rows, 0.0) - seconds
-        self._to_learn_s[n_rows], self._seen_at[n_rows] = to_learn_s, n_past
-        if to_learn_s > 0 or (expected_s := self.own_s(n_rows, n_past)) <= 0:
-            return
-        growth = self._growth(n_rows, n_past)
-        # Speed and bases are factors, slopes are added.
-        ratio, added = seconds / expected_s, min(1.0, growth[self._deeper])
-        error = (1 - added) * math.log(ratio) + added * (ratio - 1)
-        self._factors.learn(growth, error, _NOISE + (1 - share) ** 2)
-        self._to_learn_s[n_rows] = _LEARN_S if self._knows(n_rows) else 0.0
-
-    def _base_s(self, i: int) -> float:
-        return math.exp(self._factors.values[self._bases[i]]) * self._seconds[i]
-
-    def _slope_s(self, n_rows: int) -> tuple[float, float]:
-        """Seconds that a token before so many rows adds, as measured, and what may be added to that. Fewer
-        rows than were measured attend for themselves, too."""
-        slope_s = 0.0
-        if len(self._slopes) > 1:
-            parts = _parts(self._attending, n_rows)
-            slope_s = sum(weight * self._slopes[i] for i, weight in parts)
-        return slope_s, max(slope_s, n_rows * self._row_s / _DOUBLING_DEPTH)
+    def _slope_s(self, n_rows: int) -> float:
+        """Seconds that a token before so many rows adds, as measured. Fewer rows than were measured attend
+        for themselves, too."""
+        return sum(weight * self._slopes[i] for i, weight in _parts(self._attending, n_rows))
 
 
 def _parts(points: Sequence[int], x: int) -> list[tuple[int, float]]:
@@ -276,11 +150,6 @@ class Profile:
     """The part of their time that the batches' threads had; other programs had the rest. 1 where it is not
     known, or once the costs have been learned."""
 
-    @property
-    def doubt(self) -> float:
-        """The variance of what was measured beside other programs."""
-        return (1 - self.share) ** 2
-
 
 class CostModel:
     """Predicts what batches take by a profile, and learns from every batch. Decoder thread only."""
@@ -290,20 +159,15 @@ class CostModel:
 
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
-        depth, doubt = profile.depth, profile.doubt
-        self._factors = factors = Factors(doubt)
-        self._delay = 1.0
-        """The factor by which batches take longer because other programs have the cores."""
-        self._profile = profile
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, factors, doubt)
-        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, factors, doubt)
-        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, factors, doubt)
-        self._masked = profile.masked
+        self._speed = 1.0
+        """The factor of measured seconds: other programs may have the cores, or clocks are slower."""
+        self._profile, depth = profile, profile.depth
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth)
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
-        self._longer: dict[int, float] = {}
-        """How much longer drafts of several sequences take than as many sequences do, by `_doublings`."""
 
     def __bool__(self) -> bool:
         """Whether anything was measured."""
@@ -312,24 +176,23 @@ class CostModel:
     def attended(self, n_past: float, n_cells: float) -> float:
         """How many tokens of its own would cost a row as much as its `n_past` and the rest of the
         `n_cells` in use in a unified cache. To be given as `n_past` to the other methods."""
-        return n_past + self._masked * max(0.0, n_cells - n_past)
+        return n_past + self._profile.masked * max(0.0, n_cells - n_past)
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
         """Seconds to compute `n_rows` tokens of decoding sequences that have `n_past` tokens each."""
-        return self._delay * self._decode.own_s(n_rows, n_past)
+        return self._speed * self._decode.seconds(n_rows, n_past)
 
     def verify_s(self, n_sequences: int, n_drafted: int, n_past: float) -> float:
         """Seconds to compute the next token of each sequence, and so many drafted ones behind each."""
         n_rows = n_sequences * (n_drafted + 1)
         if n_sequences > 1 or n_drafted == 0 or not self._verify.measured:
-            longer = self._longer.get(_doublings(n_rows), 1.0) if n_drafted else 1.0
-            return longer * self.decode_s(n_rows, n_past)
-        return self._delay * self._verify.own_s(n_rows, n_past)
+            return self.decode_s(n_rows, n_past)
+        return self._speed * self._verify.seconds(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
         """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache; in a unified
         one, where kernels see all rows alike, of whatever sequences."""
-        return self._delay * self._prefill.own_s(n_rows, n_past)
+        return self._speed * self._prefill.seconds(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
         """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
@@ -436,83 +299,54 @@ class CostModel:
         parts = self._known_split(tuple(range(n_rows)), n_past)
         return sum(self.decode_s(part, n_past) for part in parts)
 
-    def observe_decode(
-        self, n_sequences: int, n_rows: int, n_past: float, seconds: float, share: float = 1.0
-    ) -> None:
-        """Learn from a batch of decoding sequences, maybe with drafts. Its threads had that share of it."""
-        if n_rows == n_sequences:
-            self._learn(self._decode, n_rows, n_past, seconds, share)
-        elif n_sequences == 1:
-            self._learn(self._verify, n_rows, n_past, seconds, share)
-        elif self:
-            size, expected_s = _doublings(n_rows), self.decode_s(n_rows, n_past)
-            known = self._longer.get(size, 1.0)
-            seen = min(2.0, max(0.5, seconds / expected_s))
-            self._longer[size] = known + _NEWEST * (seen - known)
+    def observe_decode(self, n_sequences: int, n_rows: int, n_past: float, seconds: float) -> None:
+        """Learn from a batch of decoding sequences, maybe with drafts."""
+        drafted_for_one = n_sequences == 1 and n_rows > 1 and bool(self._verify.measured)
+        self._learn(self._verify if drafted_for_one else self._decode, n_rows, n_past, seconds)
         self._n_seen += 1
         if self._n_seen % _PLANS_KEPT == 0:
-            for size in self._longer:  # what is not tried any more may have become faster
-                self._longer[size] += _NEWEST * (1 - self._longer[size])
             self._splits.clear()
             self._retried.clear()
 
-    def observe_prefill(
-        self, n_rows: int, n_past: float, seconds: float, share: float = 1.0
-    ) -> None:
-        """Learn from a batch that `prefill_s` predicts. Its threads had that share of their time."""
-        self._learn(self._prefill, n_rows, n_past, seconds, share)
+    def observe_prefill(self, n_rows: int, n_past: float, seconds: float) -> None:
+        """Learn from a batch that `prefill_s` predicts."""
+        self._learn(self._prefill, n_rows, n_past, seconds)
 
-    def _learn(
-        self, curve: Curve, n_rows: int, n_past: float, seconds: float, share: float
-    ) -> None:
-        computed_s = own_s(seconds, share)
-        if computed_s > 0:
-            self._delay += _NEWEST_DELAY * (seconds / computed_s - self._delay)
-            curve.learn(n_rows, n_past, computed_s, share)
+    def _learn(self, curve: Curve, n_rows: int, n_past: float, seconds: float) -> None:
+        expected_s = self._speed * curve.seconds(n_rows, n_past)
+        if expected_s > 0 and seconds > 0:
+            error = math.log(seconds / expected_s)
+            error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+            self._speed *= math.exp(_SPEED * error)
+            curve.learn(n_rows, n_past, error)
 
     def yardsticks(self, most: int) -> dict[int, float]:
         """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
         return {n: self.prefill_s(n, 0) for n in self._prefill.measured if n <= most}
 
-    def rested(self) -> None:
-        """Forget, after a pause, how much longer batches took because of other programs."""
-        self._delay = 1.0
-
-    @property
-    def worth_a_trial(self) -> list[tuple[str, int]]:
-        """The batches of which too little is known, by kind and number of rows, the smallest first."""
-        curves = {"decode": self._decode, "prefill": self._prefill, "verify": self._verify}
-        pairs = ((kind, n) for kind, curve in curves.items() for n in curve.worth_a_trial)
-        return sorted(pairs, key=lambda pair: curves[pair[0]].own_s(pair[1], 0))
-
     def learned(self) -> Profile:
-        """The profile by what is known now. Its share grows with the part of its sizes that are known."""
-        profile, depth = self._profile, self._profile.depth
-        curves = (self._decode, self._prefill, self._verify)
-        n_sizes = sum(len(curve.measured) for curve in curves)
-        unknown = len(self.worth_a_trial) / max(1, n_sizes)
-        deep_decode_s, deep_prefill_s = (
-            {n: seconds for n, seconds in curve.own_times(depth).items() if n in deep}
-            for curve, deep in (
-                (self._decode, profile.deep_decode_s),
-                (self._prefill, profile.deep_prefill_s),
-            )
-        )
+        """The profile by what is known now, whoever disturbed the measurement."""
+        profile = self._profile
         return replace(
             profile,
-            decode_s=self._decode.own_times(),
-            prefill_s=self._prefill.own_times(),
-            verify_s=self._verify.own_times(),
-            deep_decode_s=deep_decode_s,
-            deep_prefill_s=deep_prefill_s,
-            share=1 - unknown * (1 - profile.share),
+            share=1.0,
+            decode_s=self._known(self._decode),
+            prefill_s=self._known(self._prefill),
+            verify_s=self._known(self._verify),
+            deep_decode_s=self._known(self._decode, profile.deep_decode_s),
+            deep_prefill_s=self._known(self._prefill, profile.deep_prefill_s),
         )
+
+    def _known(self, curve: Curve, deep: Mapping[int, float] | None = None) -> dict[int, float]:
+        """The present seconds of a curve's sizes, or of those that were measured deep."""
+        times = curve.times(0 if deep is None else self._profile.depth)
+        return {n: self._speed * s for n, s in times.items() if deep is None or n in deep}
 
     def curve(self) -> dict[str, dict[int, float]]:
         """The times known now, in milliseconds by number of rows, with an empty cache."""
         curves = {"decode_ms": self._decode, "prefill_ms": self._prefill, "verify_ms": self._verify}
         return {
-            name: {n: round(1000 * self._delay * s, 1) for n, s in curve.own_times().items()}
+            name: {n: round(1000 * s, 1) for n, s in self._known(curve).items()}
             for name, curve in curves.items()
         }
 
@@ -524,7 +358,3 @@ def _deep_verify_s(profile: Profile) -> dict[int, float]:
 
 def _span(slots: Sequence[int]) -> int:
     return slots[-1] - slots[0] + 1
-
-
-def _doublings(n_rows: int) -> int:
-    return n_rows.bit_length()

@@ -229,23 +229,18 @@ class Profiler(Trials):
 
     def rest(self, limit_s: float) -> None:
         """Measure, after all essentials, what is between them, in about `limit_s`. Leaves the cache
-        empty. Beside other programs there is no time for all sizes: the others are predicted then, to be
-        tried later like these."""
+        empty."""
         self.left_s = limit_s
-        kinds = (
+        for times, sizes, trial in (
             (self._decode, self._slot_counts(_DECODES), self.decoded),
             (self._prefill, self._fitting(_NEXT_CHUNKS), self.prefilled),
             (self._verify, self._fitting(_VERIFIES), self.verified),
             (self._decode, self._slot_counts(_MORE_DECODES), self.decoded),
             (self._prefill, self._fitting(_MORE_CHUNKS), self.prefilled),
             (self._prefill, self._fitting(_MOST_CHUNKS), self.prefilled),
-        )
-        for times, sizes, trial in kinds:
+        ):
             for _ in self.measure(times, sizes, trial):
                 pass
-        if self.share < UNDISTURBED:
-            for times, sizes, _ in kinds:
-                times |= {n: predicted(times, n) for n in sizes if times and n not in times}
 
     def _slot_counts(self, counts: Sequence[int]) -> list[int]:
         return [n for n in counts if n < self._n_slots]

@@ -4,17 +4,16 @@ Every step is forecast for both kinds: for the present kind by what was learned,
 profile, which has what was learned when the engine had that kind. The yardstick is what costs the same
 with both, a short prompt of one sequence with nothing before it. So the engine's experience with its
 present kind favours neither, nor does a machine that was busier while one of them was measured. The time
-that the other kind would have saved is the regret. The cache is to change when that, and what the other
-kind would save for the requests that are there, exceeds what the change costs. So no traffic, however it
-changes, makes the engine lose much more than if it had known it. Source: Borodin, Linial, Saks, "An optimal
-on-line algorithm for metrical task system", 1992.
+that the other kind would have saved is the regret. The cache is to change when that exceeds what the change
+costs. So no traffic, however it changes, makes the engine lose much more than if it had known it. Source:
+Borodin, Linial, Saks, "An optimal on-line algorithm for metrical task system", 1992.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,18 +43,6 @@ class Load(NamedTuple):
     """Tokens in all slots, if what they have in common counts once."""
 
 
-class Alive(NamedTuple):
-    """A request that has a slot, or waits for another one's prefix."""
-
-    n_pending: int
-    n_tokens: int
-    """Tokens of prompt and answer up to now."""
-    n_shared: int
-    """First tokens that another slot has, too."""
-    n_left: float
-    """Tokens that it will probably generate."""
-
-
 @dataclass(slots=True)
 class _Kind:
     """A kind of cache, and what batches cost in it."""
@@ -64,7 +51,6 @@ class _Kind:
     costs: CostModel
     seconds: float = 0.0
     """The time that the recent traffic takes with it."""
-    coming_s: float = 0.0
 
     def decode_s(self, n_rows: int, depth: float) -> float:
         """Seconds of a step that only decodes, of sequences that share nothing."""
@@ -157,50 +143,9 @@ class Traffic:
             own.seconds = other.seconds = 0.0
         self._n_alike = 0
 
-    def saves_s(self, alive: Sequence[Alive], n_idle_cells: float, n_slots: int) -> float:
-        """Seconds that the other kind would save until these requests are done, less what may be noise;
-        below 0 if it would take longer. Idle slots have `n_idle_cells`."""
-        own, other = self._own, self._other
-        own.coming_s = other.coming_s = 0.0
-        speed = self._speed()
-        for times, load in _coming(alive, n_idle_cells, n_slots):
-            own_s, other_s = self._forecasts(load, speed)
-            own.coming_s += times * own_s
-            other.coming_s += times * other_s
-        return own.coming_s - (1 + self._least_gain) * other.coming_s
-
-    def reason(self, *, at_rest: bool) -> str:
-        """Why the engine has the other kind from now on, in a line; unless `at_rest`, for those that
-        `saves_s` looked at, too."""
+    def reason(self) -> str:
+        """Why the engine has the other kind from now on, in a line."""
         self._add_up()
         own, other = self._own, self._other
-        own_s, other_s = (kind.seconds + kind.coming_s * (not at_rest) for kind in (own, other))
-        work = f"{own_s:.1f} s of work with {own.mode}, and {other_s:.1f} s so"
+        work = f"{own.seconds:.1f} s of work with {own.mode}, and {other.seconds:.1f} s so"
         return f"{other.mode}: by the traffic of late, {work}"
-
-
-def _coming(
-    alive: Sequence[Alive], n_idle_cells: float, n_slots: int
-) -> Iterable[tuple[float, Load]]:
-    """The steps until these are done, and how often each: prompts first, then answers."""
-    if not alive:
-        return
-    n_at_once = min(len(alive), n_slots)
-    part = n_at_once / len(alive)
-    n_pending = sum(request.n_pending for request in alive)
-    n_answers = sum(request.n_left for request in alive)
-    n_tokens = sum(request.n_tokens for request in alive)
-    n_own = n_tokens - sum(min(request.n_shared, request.n_tokens) for request in alive)
-    n_cells = n_idle_cells + part * n_own
-    if n_pending:
-        rows = [
-            (request.n_pending, request.n_tokens - request.n_pending / 2)
-            for request in alive
-            if request.n_pending
-        ]
-        yield 1, Load(prompts=tuple(rows), n_cells=n_cells)
-    if n_answers:
-        n_each = n_answers / len(alive)
-        depth = n_tokens / len(alive) + n_each / 2
-        cells = n_cells + n_at_once * n_each / 2
-        yield n_answers / n_at_once, Load(n_at_once, depth, n_cells=cells)

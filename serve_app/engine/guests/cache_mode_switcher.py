@@ -16,21 +16,19 @@ from serve_app.engine.cache.slots import Slot
 from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
-from serve_app.engine.core.sequence import NO_SLOT, Sequence, SequenceState
-from serve_app.engine.costs.traffic import Alive, Load, Traffic
-from serve_app.engine.policy.forecast import Backlog
+from serve_app.engine.core.sequence import NO_SLOT, Sequence
+from serve_app.engine.costs.traffic import Load, Traffic
 
 logger = logging.getLogger("corral.engine")
 
-# What a change must save, by what it costs: while nobody waits; while nobody gets tokens yet; while
-# somebody does. And the longest that streams wait for it, in seconds, whatever the bound is.
-_AT_REST, _BEFORE_STREAMS, _BESIDE_STREAMS = 1, 1, 4
+# What a change must have saved, by what it costs, while somebody waits; and at least, in seconds: forecasts
+# of less are noise.
+_WHILE_BUSY, _LEAST_S = 4, 0.5
+# The longest that streams wait for a change, in seconds, whatever the bound is.
 _LONGEST_PAUSE_S = 2.0
-# What it saves is compared with no less: forecasts of less are noise.
-_LEAST_S = 0.5
 # After a change, the next one may so many times later as that took.
 _PAUSE = 10
-# The live requests are looked at again after so many steps, if none came or went.
+# Steps from one look whether a change pays to the next.
 _EVERY = 64
 # Steps are alike if no sequence has so many tokens more.
 _ALIKE = 64
@@ -43,10 +41,9 @@ _CHAT_GOES_ON_S = 600.0
 class CacheModeSwitcher(Guest):
     """Watches what steps compute, and has the other kind of cache made when that pays. Decoder thread only.
 
-    Best while nobody waits. When many come at once whose prompts begin alike, that shows before the first
-    of them streams: the change costs them less than it saves. Streams are interrupted only for what saves
-    them several times as much, and if by the forecast they wait no longer than `max_stall_ms`. Never, if
-    the options say what kind of cache it is to be, or the model forgets.
+    Best while nobody waits. Streams are interrupted only for what would have saved several times as much,
+    and if by the forecast they wait no longer than `max_stall_ms`. Never, if the options say what kind of
+    cache it is to be, or the model forgets.
 
     A request that is longer than a slot's share of a split cache needs a unified one: streams are
     interrupted for it if they leave no gap within a few seconds.
@@ -58,24 +55,22 @@ class CacheModeSwitcher(Guest):
         backend: Backend,
         cache: KVCacheManager,
         scheduler: Scheduler,
-        backlog: Backlog,
         steps: Steps,
     ) -> None:
         self._options, self._backend, self._cache = options, backend, cache
         self._scheduler, self._costs = scheduler, scheduler.costs
-        self._backlog, self._steps = backlog, steps
+        self._steps = steps
         self._longest_pause_s = min(steps.budget.max_stall_s, _LONGEST_PAUSE_S)
         profile, modes = self._backend.setup.profile, self._backend.modes
         can_change = profile.decode_s and not self._backend.traits.forgets
         self._modes = modes if can_change else None
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         self._not_before = 0.0
         self._long_until = 0.0
         """The time until which the cache stays unified for requests longer than a slot's share."""
-        self._looked_at: tuple[int, ...] = ()
         self._n_steps = 0
 
-    def _observed(self) -> Traffic | None:
+    def _comparison(self) -> Traffic | None:
         """The comparison of the present kind with the other one, if there is another."""
         if self._modes is None:
             return None
@@ -84,8 +79,7 @@ class CacheModeSwitcher(Guest):
         return Traffic((setup.mode, self._costs), other, share)
 
     def before_schedule(self) -> None:
-        """Change the cache if a request needs that; or if it pays for the live requests, and streams can
-        wait for it."""
+        """Change the cache if a request needs that; or if it pays, and streams can wait for it."""
         too_long = self._too_long()
         if too_long and self._traffic is None:
             for sequence in too_long:
@@ -115,8 +109,7 @@ class CacheModeSwitcher(Guest):
         """0, for at once, if it pays to change now that nobody is there."""
         if self._traffic is None or self._stays_unified:
             return math.inf
-        pays = self._traffic.regret_s() > _AT_REST * max(_LEAST_S, self._cost_s())
-        return 0.0 if pays else math.inf
+        return 0.0 if self._traffic.regret_s() > max(_LEAST_S, self._cost_s()) else math.inf
 
     def at_rest(self) -> None:
         """Change the cache while nobody waits."""
@@ -156,53 +149,19 @@ class CacheModeSwitcher(Guest):
         return unified and time.monotonic() < self._long_until
 
     def pays(self) -> bool:
-        """Whether to change now, for those that are there and for what was there lately."""
-        if self._traffic is None or not self._cache.settled or not self._is_news():
+        """Whether to change now, for what was there lately."""
+        if self._traffic is None or not self._cache.settled or self._n_steps % _EVERY:
             return False
         if time.monotonic() < self._not_before or self._stays_unified:
             return False
-        running = self._steps.running
+        running, cost_s = self._steps.running, self._cost_s()
         if any(sequence.finished for sequence in running):
             return False
-        live = [*running, *self._steps.waiting]
-        streams = any(sequence.n_generated for sequence in live)
-        cost_s = self._cost_s()
-        if streams and cost_s > min(self._steps.budget.left_s, self._longest_pause_s):
+        if any(sequence.n_generated for sequence in running) and cost_s > min(
+            self._steps.budget.left_s, self._longest_pause_s
+        ):
             return False
-        alive = [self._alive(sequence) for sequence in live]
-        coming = [sequence for sequence in alive if sequence is not None]
-        saves_s = self._traffic.saves_s(
-            coming, self._idle_cells(len(coming)), self._options.n_slots
-        )
-        wanted = _BESIDE_STREAMS if streams else _BEFORE_STREAMS
-        wanted_s = wanted * max(_LEAST_S, cost_s)
-        return bool(coming) and self._traffic.regret_s() + saves_s > wanted_s
-
-    def _is_news(self) -> bool:
-        waits = sum(one.prefix_pending is not None for one in self._steps.waiting)
-        seen = (len(self._steps.running), len(self._steps.waiting), waits, self._n_steps // _EVERY)
-        before, self._looked_at = self._looked_at, seen
-        return seen != before
-
-    def _alive(self, sequence: Sequence) -> Alive | None:
-        """The sequence as `Traffic` counts it; None if nothing is known of it, as there was no slot for it
-        yet."""
-        n_tokens = len(sequence.tokens)
-        likely = max(1.0, self._backlog.n_generated - sequence.n_generated)
-        n_left = likely if sequence.n_left is None else min(likely, sequence.n_left)
-        if sequence.prefix_pending is not None:
-            n_shared = min(sequence.prefix_pending.n_tokens, n_tokens)
-            return Alive(n_tokens - n_shared, n_tokens, n_shared, n_left)
-        if sequence.state is SequenceState.WAITING:
-            return None
-        n_shared = self._cache.table.slots[sequence.slot_id].n_shared
-        return Alive(max(0, sequence.n_pending - 1), n_tokens, n_shared, n_left)
-
-    def _idle_cells(self, n_alive: int) -> float:
-        """The number of cells that idle slots will keep when so many requests have slots."""
-        idle = [slot.n_past - slot.n_shared for slot in self._cache.table.slots if slot.idle]
-        n_taken = max(0, n_alive - len(self._steps.running))
-        return sum(idle) * max(0, len(idle) - n_taken) / max(1, len(idle))
+        return self._traffic.regret_s() > _WHILE_BUSY * max(_LEAST_S, cost_s)
 
     # -- the change -------------------------------------------------------------------------------
 
@@ -251,13 +210,12 @@ class CacheModeSwitcher(Guest):
             if self._is_worth_storing(slot):
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
-        at_rest = not (self._steps.running or self._steps.waiting)
-        by_traffic, other = self._traffic.reason(at_rest=at_rest), self._modes.other[0]
+        by_traffic, other = self._traffic.reason(), self._modes.other[0]
         self._steps.interrupt()
         self._modes.change(f"{other}: {need}" if need else by_traffic, self._costs.learned())
         self._modes = self._backend.modes
         self._costs.begin(self._backend.setup.profile)
-        self._traffic = self._observed()
+        self._traffic = self._comparison()
         mode = self._backend.setup.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)

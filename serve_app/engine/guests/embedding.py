@@ -34,9 +34,6 @@ Vectors = NDArray[np.float32]
 _SHARE = 0.5
 # The same for some seconds after another client's sequences ran: its next prompt may come during a batch.
 _SHARE_AMONG_CLIENTS, _AMONG_CLIENTS_S = 0.05, 10.0
-# A row takes longer than one of a prompt, as llama.cpp computes the logits of each: a guess, and how fast
-# it follows what batches take.
-_FIRST_SLOWDOWN, _NEWEST, _MOST_CHANGE = 2.0, 0.2, 2.0
 
 
 class Texts:
@@ -178,7 +175,6 @@ class EmbeddingQueue(Guest):
         self._progress = progress
         self._policy, self._steps = policy, steps
         self._places_lock = threading.Lock()
-        self._slowdown = _FIRST_SLOWDOWN
         self._waiting: list[PendingText] = []
         self._seeing: PendingText | None = None
         """The text whose pictures are encoded now, or were."""
@@ -230,7 +226,7 @@ class EmbeddingQueue(Guest):
 
     def add(self, requests: Iterable[Texts]) -> None:
         """Queue texts."""
-        row_s = self._slowdown * self._costs.prompt_token_s
+        row_s = self._costs.prompt_token_s
         for request in requests:
             self._policy.enter(request)
             self._live.add(request)
@@ -243,8 +239,8 @@ class EmbeddingQueue(Guest):
             self._waiting.sort(key=lambda text: text.turn)
 
     def step(self) -> None:
-        """Compute a batch, if any text waits and running sequences do not go before it: beside
-        them, within its share of the stall budget by the cost model. `deliver` reports each end."""
+        """Compute a batch, if any text waits and running sequences do not go before it. Beside them, it
+        keeps within its share of the stall budget, by the cost model. `deliver` reports each end."""
         for request in [request for request in self._live if request.future.cancelled()]:
             self._leave(request)
         self._waiting = [text for text in self._waiting if text.request in self._live]
@@ -282,9 +278,11 @@ class EmbeddingQueue(Guest):
     def _first(self) -> list[PendingText]:
         """The texts that the next batch may have: the one that has begun goes on, then suspects are
         first."""
-        most = self._shape.n_seq_max
+        most, live = self._shape.n_seq_max, (*self._steps.running, *self._steps.waiting)
         ordered = [text for text in self._waiting if text.n_past]
-        new = [text for text in self._policy.next_texts(self._waiting, most) if not text.n_past]
+        new = [
+            text for text in self._policy.next_texts(self._waiting, most, live) if not text.n_past
+        ]
         ordered += sorted(new, key=lambda text: not text.is_suspect)
         pictured = (text for text in ordered if text.spans)
         self._seeing = min(
@@ -309,8 +307,8 @@ class EmbeddingQueue(Guest):
         self._drop({text.request for text in readers if isinstance(text, PendingText)}, error)
 
     def _gives_way(self, text: PendingText, running: Sequence[EngineSequence]) -> bool:
-        """Whether texts wait in this step for clients that were not served more: for their prompts, and
-        every other time for their streams, which cannot use all of the decoder."""
+        """Whether texts wait in this step for clients that were not served more. They wait for their
+        prompts, and every other time for their streams, which cannot use all of the decoder."""
         others = [seq for seq in running if seq.request.account != text.request.account]
         now = time.monotonic()
         if others:
@@ -327,9 +325,7 @@ class EmbeddingQueue(Guest):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
-        within_s = (
-            min(share * self._steps.budget.max_stall_s, self._steps.budget.left_s) / self._slowdown
-        )
+        within_s = min(share * self._steps.budget.max_stall_s, self._steps.budget.left_s)
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 
@@ -337,9 +333,7 @@ class EmbeddingQueue(Guest):
         began, depth = time.monotonic(), batch[0][0].n_past
         # Only sequence 0 outlives a batch, and only the first text may be cut.
         rows = [row for seq_id, (text, n) in enumerate(batch) for row in text.rows(seq_id, n)]
-        with self._progress.computing(
-            lambda: self._slowdown * self._costs.batch_s(len(rows), depth)
-        ):
+        with self._progress.computing(lambda: self._costs.batch_s(len(rows), depth)):
             tile = batch[0][0].tile
             vectors = (
                 self._backend.embeddings.embed(rows)
@@ -348,7 +342,6 @@ class EmbeddingQueue(Guest):
             )
         ended = time.monotonic()
         self._not_before = ended + (ended - began)
-        self._learn(len(rows), depth, ended - began)
         start = 0
         for text, n_rows in batch:
             self._policy.charge(text, (ended - began) * n_rows / len(rows))
@@ -359,13 +352,6 @@ class EmbeddingQueue(Guest):
         self.counts["batches"] += 1
         self.counts["tokens"] += len(rows)
         self.counts["texts"] += sum(text.n_pending == 0 for text, _ in batch)
-
-    def _learn(self, n_rows: int, depth: int, seconds: float) -> None:
-        expected = self._costs.prefill_s(n_rows, depth)
-        if expected:
-            least, most = self._slowdown / _MOST_CHANGE, self._slowdown * _MOST_CHANGE
-            found = min(most, max(least, seconds / expected))
-            self._slowdown += _NEWEST * (found - self._slowdown)
 
     def _drop(self, requests: set[Texts], error: CorralError) -> None:
         self._waiting = [text for text in self._waiting if text.request not in requests]

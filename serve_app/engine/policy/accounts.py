@@ -9,8 +9,9 @@ class Accounts:
     """Seconds of the decoder by client, as far as they can be compared.
 
     A client is active while it has requests, or texts to embed; waiting costs nothing. One that comes back
-    starts at the least account of the active ones, if its own is below that: nobody saves up by being away,
-    and nobody loses a debt by it while others are active. With the last active client all debts are gone.
+    starts at the least account of the active ones, if its own is below that. So nobody saves up by being
+    away, and nobody loses a debt by it while others are active. With the last active client all debts are
+    gone.
     """
 
     def __init__(self) -> None:

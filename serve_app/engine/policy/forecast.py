@@ -92,13 +92,15 @@ class Forecast:
         prefill_s = self.prefill_s + self.parts_of(arrived)[0]
         slowed = max(self.crowding, crowding_by_load(n_live / self.n_slots))
         before_s = first_token_s(wait_s, prefill_s, prompt_s, slowed)
-        n_left, sampling_s = self._n_left(sequence), sequence.sampling_cost.token_s
-        busy_s = self.n_slots * self.token_s - self.alone_token_s
-        alone_s = self.alone_token_s + sampling_s
+        n_left, alone_s = self._n_left(sequence), self.alone_token_s
+        busy_s = self.n_slots * self.token_s - alone_s
         token_s = alone_s + busy_s * min(1.0, n_live / max(1, self.n_slots - 1))
         return Expected(
-            *(wait_s, prompt_s + alone_s, before_s + token_s),
-            *(prompt_s + n_left * alone_s, before_s + n_left * token_s),
+            wait_s=wait_s,
+            alone_s=prompt_s + alone_s,
+            first_token_s=before_s + token_s,
+            end_alone_s=prompt_s + n_left * alone_s,
+            end_s=before_s + n_left * token_s,
         )
 
     def acceptance(self, sequence: Sequence) -> Accepted:
@@ -122,13 +124,12 @@ class Forecast:
         for sequence in sequences:
             n_cached = 0 if sequence.trace.admitted else sequence.n_likely_cached
             n_prompt += max(0, sequence.n_pending - n_cached - 1)
-            token_s = self.token_s + sequence.sampling_cost.token_s
-            answers_s += self._n_left(sequence) * token_s
+            answers_s += self._n_left(sequence) * self.token_s
         return n_prompt * self.prompt_token_s, answers_s
 
     def wait_s(self, client: str, live: Mapping[str, int], arrived: Iterable[Sequence]) -> float:
-        """Seconds that the client's next request waits for a slot, as clients take turns: behind all its
-        own, and as many of each other client, and one more. `live` are requests by client; of them,
+        """Seconds that the client's next request waits for a slot, as clients take turns. It is behind all
+        its own, and of each other client's behind as many and one. `live` are requests by client; of them,
         `arrived` are not in `work_s` yet."""
         n_turns = live.get(client, 0) + 1
         n_ahead = {other: min(n, n_turns) for other, n in live.items()}
@@ -207,7 +208,7 @@ class Backlog:
         self._first_tokens, self._ends = ForecastErrors(), ForecastErrors()
 
     def learn_pace(self, n_prompt: int, n_generated: int, seconds: float) -> None:
-        """Learn how fast work gets done from a step with all slots busy, `seconds` without sampling:
+        """Learn how fast work gets done from a step of so many `seconds` with all slots busy. Sampling and
         neighbours on the machine slow it down, and so do bounded stalls."""
         done_s = n_prompt * self._costs.prompt_token_s + n_generated * self._token_s
         if done_s > 0 and seconds > 0:
@@ -239,8 +240,12 @@ class Backlog:
     def stats(self) -> ForecastStats:
         first, end = self._first_tokens, self._ends
         return ForecastStats(
-            *(first.n, round(first.ratio, 3), round(first.close, 3)),
-            *(end.n, round(end.ratio, 3), round(end.close, 3)),
+            first_tokens=first.n,
+            first_token_ratio=round(first.ratio, 3),
+            first_tokens_close=round(first.close, 3),
+            ends=end.n,
+            end_ratio=round(end.ratio, 3),
+            ends_close=round(end.close, 3),
         )
 
     def forecast(self, live: Iterable[Sequence], crowding: float = 1.0) -> Forecast:

@@ -13,8 +13,8 @@ class Places(Generic[KeyT]):
     clients that hold none.
 
     While all are taken, a newcomer gets one of the client that holds most, if that has at least as many as
-    the newcomer's afterwards: it loses its newest request that never had a slot. If nobody who holds more
-    has such a one, a client that holds none gets extra places beside one that holds several.
+    the newcomer's afterwards. That client loses its newest request that never had a slot. If nobody who
+    holds more has such a request, a client that holds none gets extra places beside one that holds several.
 
     A list of texts is never cut. So it loses no place, and with `by_share`, a client that holds some gets
     more up to its share.

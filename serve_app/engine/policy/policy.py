@@ -1,11 +1,11 @@
 """Who gets a slot, who may wait for one, and who gives one back. Pure: no model, no threads, no clock.
 
-**The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder, by
-measurement, and of that client to the request that came first; what nobody waits for comes last. While a
-client waits, another one that has had more seconds and more slots gives one back: its youngest sequence
-goes on later. Those that wait are bounded, in number and by the forecast of their time; who comes when all
-places are taken gets one of the client that holds most. So whatever a client sends, it waits for that
-itself, and others keep their shares.
+**The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder. Of one
+client's requests, the first one is next. What nobody waits for comes last. While a client waits, another
+one that has had more seconds and more slots gives one back: its youngest sequence goes on later. Those that
+wait are bounded, in number and by the forecast of their time. When all places are taken, the client that
+holds most loses one to who comes. So whatever a client sends, it waits for that itself, and others keep
+their shares.
 
 Changing the policy touches this folder alone: all others call `SlotPolicy`, and know nothing of its rules.
 
@@ -45,8 +45,8 @@ BACKGROUND_PLACES = 2
 _MAX_TEXTS, _MOST_TEXTS = 2048, 8192
 EXPECTED_S = 0.5
 """The seconds after a client's last answer in which it is expected to ask again."""
-# After a preemption, the next one may so many times later as that took: slots change hands for a tenth of
-# the decoder's time at most.
+# The pause after a preemption, in times as long as that took. So slots change hands for a tenth of the
+# decoder's time at most.
 _PAUSE = 9
 # A client with but one slot more than the one that waits keeps it until it has had so many seconds more.
 _QUANTUM_S = 2.0
@@ -100,16 +100,16 @@ Cost = Callable[[Sequence], float | None]
 
 
 class _Shares:
-    """Each client's share of slots, or of a batch of texts: as many as any other client's that has
-    requests, or will probably have one at once.
+    """Each client's share of slots, or of a batch of texts. All clients that have requests, or will
+    probably have one at once, have equal shares.
 
-    A client's requests in the background are behind all others' requests. But while another client
-    asks for more than its share, as many are not behind as the client's share has room for: what goes
-    beyond a share takes nothing from anybody's.
+    A client's requests in the background are behind all others' requests. But while another client asks
+    for more than its share, as many are not behind as the client's share has room for. What goes beyond a
+    share takes nothing from anybody's.
     """
 
     def __init__(
-        self, n_slots: int, live: SequenceOf[Candidate] = (), left: Set[str] = frozenset()
+        self, n_slots: int, live: SequenceOf[Candidate], left: Set[str] = frozenset()
     ) -> None:
         """`left` are the clients that had a slot a moment ago."""
         self._n_slots = n_slots
@@ -130,8 +130,8 @@ class _Shares:
         return share - sum(self._n_asked[name] for name in own)
 
     def rank(self, is_raised: Callable[[str], bool] = lambda client: False) -> None:
-        """Set `is_behind` of what is in the background: the first ones of each client have its share, and
-        all of a raised one are not behind."""
+        """Set `is_behind` of what is in the background. The first ones of each client have its share.
+        Nothing of a raised client is behind."""
         lefts = {
             client: sys.maxsize if is_raised(client) else self.n_left(client)
             for client in self._clients
@@ -158,13 +158,14 @@ class SlotPolicy:
             True: Places[Asker](_MAX_TEXTS // 2, 0, by_share=True),
         }
         self._accounts = Accounts()
-        self._shares = _Shares(n_slots)
         self._left: dict[str, float] = {}
-        """When each client's last request ended that had a slot."""
+        """When each client's last request ended that had a slot, if that was a moment ago."""
+        self._expected: Set[str] = set()
+        """The clients of these that have not asked again."""
         self._quiet_until = 0.0
         self._is_full = self._is_full_of_background = False
-        """Whether nobody, or nothing in the background, is admitted until a sequence ends: the cache was
-        full, and one lost its slot."""
+        """Whether nobody, or nothing in the background, is admitted as long as all run that do: the cache
+        was full, and one lost its slot."""
 
     # -- who may wait -------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class SlotPolicy:
         alone_s, likely_s = first * expected.alone_s, first * expected.first_token_s
         if not request.background:  # what takes long by itself may take twice as long
             bound_s = max(self._max_first_token_s, 2 * alone_s)
-            if refusal := _missed("first token", likely_s, bound_s, QueueFullError):
+            if refusal := _late("first token", likely_s, bound_s, QueueFullError):
                 return refusal
         first_within_s, end_within_s = request.deadline
         if alone_s > first_within_s or end * expected.end_alone_s > end_within_s:
@@ -223,7 +224,7 @@ class SlotPolicy:
                 f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
                 f"and its end after {expected.end_alone_s:.2f}, by the forecast."
             )
-        return _missed("first token", likely_s, first_within_s, DeadlineError) or _missed(
+        return _late("first token", likely_s, first_within_s, DeadlineError) or _late(
             "end", end * expected.end_s, end_within_s, DeadlineError
         )
 
@@ -275,16 +276,16 @@ class SlotPolicy:
     # -- who is next --------------------------------------------------------------------------------
 
     def next(
-        self, waiting: Iterable[Sequence], running: SequenceOf[Sequence], room: SlotRoom
+        self, waiting: SequenceOf[Sequence], running: SequenceOf[Sequence], room: SlotRoom
     ) -> Iterator[Sequence]:
         """The sequences that may have a slot now, one after the other, while slots are idle. The caller
         moves each into one, or leaves it waiting, before it asks for the next.
 
         A sequence that has no room lets those pass with which it would fit all the same. A client that asks
-        for one answer after the other has nothing waiting when its slot gets free. If a client that has its
-        share already took that slot, it would have to give it back a moment later, and the next first token
-        would wait for that. So the slot stays free for a while: half of the slots at most."""
-        if self._is_full or not room.n_idle:
+        for one answer after the other has nothing waiting when its slot gets free. A client that has its
+        share would have to give that slot back a moment later, and the next first token would wait for
+        that. So the slot stays free for a while: half of the slots at most."""
+        if self._is_full or not waiting or not room.n_idle:
             return
         held: Sequence | None = None
         for sequence in self._order(waiting, running):
@@ -302,12 +303,15 @@ class SlotPolicy:
             else:
                 held = held or sequence
 
-    def next_texts(self, waiting: SequenceOf[CandidateT], n_most: int) -> list[CandidateT]:
+    def next_texts(
+        self, waiting: SequenceOf[CandidateT], n_most: int, live: SequenceOf[Candidate]
+    ) -> list[CandidateT]:
         """The texts that wait, the next one first: of each account, as many as a batch has at most. Those
-        in the background are behind, but for their client's share of a batch, or while its sequences in the
-        background would not be."""
+        in the background are behind, but for their client's share of a batch, or of the slots that `live`
+        sequences have or want."""
         if any(text.request.background for text in waiting):
-            _Shares(n_most, waiting).rank(lambda client: self._shares.n_left(client) > 0)
+            slots = _Shares(self._n_slots, live, self._left.keys())
+            _Shares(n_most, waiting).rank(lambda client: slots.n_left(client) > 0)
         return self._order(waiting, n_each=n_most)
 
     def _order(
@@ -320,10 +324,10 @@ class SlotPolicy:
 
         What is behind all others comes last. Who lost a slot because the cache was full, or with another
         engine, goes before everybody new. Then a lower `priority` goes first, whatever was served. Among
-        equals, the one goes first whose client has least due: the seconds that it was charged, and the
-        probable cost of its running requests and of those that go before this one. Of clients with as much
-        due, the one with fewer requests before goes first. So a client with one short request does not wait
-        for all of another's.
+        equals, the one goes first whose client has least due. That is the seconds that it was charged, and
+        the probable cost of its requests that run or go before. Of clients with as much due, the one with
+        fewer requests before goes first. So a client with one short request does not wait for all of
+        another's.
         """
         ahead_s, n_ahead, n_ranked = defaultdict[str, float](float), Counter[str](), Counter[str]()
         for item in running:
@@ -343,7 +347,7 @@ class SlotPolicy:
 
     def _n_kept(self, client: str, running: Iterable[Sequence]) -> int:
         """How many idle slots are not for this client's next request."""
-        expected = self._shares.expected
+        expected = self._expected
         if not expected:
             return 0
         askers = (item.request for item in running if not item.finished)
@@ -361,15 +365,19 @@ class SlotPolicy:
         cost_s: Cost,
         now: float,
     ) -> list[Sequence]:
-        """The running sequences that are preempted now for others that wait: to be asked before `next`, as
+        """The running sequences that are preempted now for others that wait. To be asked before `next`:
         this decides what of the background is behind all others.
 
         Of those that are behind, the youngest lose their slots, as many as others lack, and one if others
         lack room. For each other, they are preempted as all others are."""
-        live = [item for item in (*running, *waiting) if not item.finished]
+        self._is_full &= bool(running)
+        self._is_full_of_background &= bool(running)
         self._left = {client: at for client, at in self._left.items() if now < at + EXPECTED_S}
-        self._shares = _Shares(self._n_slots, live, self._left.keys())
-        self._shares.rank()
+        if waiting or any(item.request.background for item in running):
+            live = [item for item in (*running, *waiting) if not item.finished]
+            shares = _Shares(self._n_slots, live, self._left.keys())
+            shares.rank()
+            self._expected = shares.expected
         if self._is_full or not waiting:
             return []
         behind = [item for item in running if item.is_behind and not item.finished]
@@ -390,9 +398,9 @@ class SlotPolicy:
         """The sequence to preempt for the first one that waits, if that is fair.
 
         A client that has at least two slots more than the one whose request is next gives one of them
-        back, unless it has less due all the same: then the other has had more for its slots. With one
-        slot more, it does so when it is ahead by a quantum, so that clients take turns where slots are
-        fewer than they. Slots so get equal, and nobody gives back what it would get again at once."""
+        back. It does not if it has less due all the same: then the other has had more for its slots. With
+        one slot more, it does so when it is ahead by a quantum. So clients take turns where slots are
+        fewer. Slots so get equal, and nobody gives back what it would get again at once."""
         own, running = first.request.account, [item for item in running if not item.finished]
         n_slots = Counter(item.request.account for item in running)
         due_s = {owner: self._accounts[owner] for owner in (own, *n_slots)}
@@ -421,17 +429,13 @@ class SlotPolicy:
         self._is_full, self._is_full_of_background = not behind, True
         return max(behind or running, key=attrgetter("admitted_at"))
 
-    def begin_anew(self) -> None:
-        """Forget that the cache was full: there is another one."""
-        self._is_full = self._is_full_of_background = False
-
 
 def _outstanding_s(item: Candidate) -> float:
     """Seconds of what was expected that the decoder has not worked for it yet."""
     return max(0.0, item.expected_s - item.spent_s)
 
 
-def _missed(
+def _late(
     what: str, likely_s: float, bound_s: float, kind: type[RateLimitError]
 ) -> RateLimitError | None:
     if likely_s <= bound_s:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import llama_cpp
-from gguf import GGUFValueType
 from llguidance import LLMatcher, LLTokenizer
 
 from serve_app.base.errors import ConfigError, InvalidRequestError
@@ -94,26 +93,6 @@ def _reason(lines: Sequence[str]) -> str:
 
 def _token(token: int) -> int | None:
     return None if token < 0 else int(token)
-
-
-def _texts(path: Path, key: str) -> tuple[str, ...]:
-    """The texts of an array in a file's metadata; empty if it has none. llama.cpp tells no arrays, and the
-    gguf package takes seconds for the vocabulary before them."""
-    pointer, index, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
-    find = library.function("gguf_find_key", index, pointer, text)
-    kind, kind_inside = (
-        library.function(f"gguf_get_{name}_type", ctypes.c_int, pointer, index)
-        for name in ("kv", "arr")
-    )
-    count = library.function("gguf_get_arr_n", ctypes.c_size_t, pointer, index)
-    get = library.function("gguf_get_arr_str", text, pointer, index, ctypes.c_size_t)
-    with library.gguf_header(path) as header:
-        at = find(header, key.encode()) if header else -1
-        if at < 0 or kind(header, at) != GGUFValueType.ARRAY:
-            return ()
-        if kind_inside(header, at) != GGUFValueType.STRING:
-            return ()
-        return tuple(get(header, at, i).decode(errors="replace") for i in range(count(header, at)))
 
 
 class Model:
@@ -281,7 +260,9 @@ class Model:
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels of a classifier's outputs; empty for a single output without a label."""
-        return _texts(self.path, f"{self.architecture}.classifier.output_labels")
+        n_outputs = llama_cpp.llama_model_n_cls_out(self.pointer)
+        labels = (llama_cpp.llama_model_cls_label(self.pointer, i) for i in range(n_outputs))
+        return tuple(label.decode(errors="replace") for label in labels if label is not None)
 
     @property
     def has_softmax(self) -> bool:

@@ -132,7 +132,7 @@ class StageChain:
         targets = range(last) if self.part.is_last else {0, self.part.index + 1}
         try:
             for target in {*targets} - {self.part.index}:
-                connection = protocol.greeted(addresses[target], self._node_id, "stage")
+                connection = protocol.greet(addresses[target], self._node_id, "stage")
                 connection.settimeout(_LIMIT_S)
                 self._sockets.append(connection)
                 self._sending[target] = threading.Lock()
@@ -253,7 +253,7 @@ class StageChain:
             self._take(frame)
             return
         self.check_health()
-        began, body = time.monotonic(), protocol.framed(body_of(frame))
+        began, body = time.monotonic(), protocol.frame_body(body_of(frame))
         try:
             with self._sending[target]:
                 self._targets[target].sendall(body)

@@ -25,7 +25,7 @@ from serve_app.base.types import (
     SlotAction,
 )
 from serve_app.channel import msgpack
-from serve_app.channel.protocol import Address, FrameBuffer, framed
+from serve_app.channel.protocol import Address, FrameBuffer, frame_body
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig
 
@@ -62,7 +62,7 @@ def packed(value: object) -> tuple[str, msgspec.Raw]:
         kind = "media" if value and isinstance(value[0], Medium) else "tokens"
     elif kind not in _KINDS:
         kind = ""
-    return kind, msgspec.Raw(msgpack.packed(value))
+    return kind, msgspec.Raw(msgpack.pack(value))
 
 
 def unpacked(kind: str, value: msgspec.Raw) -> Any:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         return len(self._calls)
 
     def _send(self, message: CallMessage) -> None:
-        self._transport.write(framed(msgpack.packed(message)))
+        self._transport.write(frame_body(msgpack.pack(message)))
 
     def data_received(self, data: bytes) -> None:
         try:

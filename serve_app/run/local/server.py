@@ -83,7 +83,7 @@ class LocalServer:
     def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
         from serve_app.run.model_host import ConfiguredHost
 
-        self._app, self.configured, self._folder = app, models, folder
+        self._app, self.configured_models, self._folder = app, models, folder
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
@@ -114,7 +114,7 @@ class LocalServer:
             forks_workers=True,
         )
         ingress = IngressServer()
-        await ingress.start(self.configured, settings, place)
+        await ingress.start(self.configured_models, settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)

@@ -82,7 +82,9 @@ class LoadedModel:
             adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
             projector = None if model.projector is None else await find(model.projector)
             draft = None if model.draft is None else await find(model.draft)
-        weights = sum(shards.n_bytes(part) for part in (path, projector, draft) if part is not None)
+        weights = sum(
+            shards.size_on_disk(part) for part in (path, projector, draft) if part is not None
+        )
         weights //= 1 if place.gang is None else place.gang.size
         on_demand = model.on_demand
         reserved = place.reserved_cpus if on_demand is None else on_demand.num_cpus
@@ -108,7 +110,7 @@ class LoadedModel:
         async with publish_progress(*whose) as tell:
             load = partial(Engine.load, path, options, tell)
             if place.gang is not None:
-                self._stage = plugins.load("stages").ReplicaStage(place, place.gang)
+                self._stage = plugins.load_plugin("stages").ReplicaStage(place, place.gang)
                 self._closing.callback(self._stage.chain.close)
                 load = partial(self._stage.load, path, options, tell)
             with ThreadPoolExecutor(1) as pool:  # a new thread: it inherits this one's processors

@@ -46,8 +46,8 @@ class KeyAccounts:
     """The accounts of a key file, and of keys that operators made. `follow` reads what has changed of them.
     Only in one event loop.
 
-    Raises ConfigError if a file cannot be read or is none; when that happens later, the keys stay what
-    they were, and the log says why."""
+    Raises ConfigError if a file cannot be read or is none. When that happens later, the keys stay as they
+    were, and the log says why."""
 
     def __init__(
         self, path: Path, ledger: Ledger | None = None, clock: Clock = time.monotonic
@@ -72,7 +72,7 @@ class KeyAccounts:
         }
         self._update()
 
-    def named(self, name: str) -> KeyAccount | None:
+    def find_by_name(self, name: str) -> KeyAccount | None:
         """The account of a key that is valid."""
         account = self._accounts.get(name)
         return None if account is None or self._has_expired(account.key) else account
@@ -131,7 +131,7 @@ class KeyAccounts:
         return has_changed
 
     def _read_file(self) -> list[ApiKey]:
-        keys = read(self._path)
+        keys = read_keys(self._path)
         if any(key.key is not None for key in keys):
             logger.warning(
                 "%s holds API keys that can be read. `corral hash-keys %s` stores their hashes instead.",
@@ -163,7 +163,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
 
 
-def read(path: Path) -> list[ApiKey]:
+def read_keys(path: Path) -> list[ApiKey]:
     """The keys in a file. Raises ConfigError, which does not show them."""
     try:
         return KeyFile.model_validate(yaml.load(path.read_text(), _LOADER)).keys
@@ -179,7 +179,7 @@ def read(path: Path) -> list[ApiKey]:
 def hash_keys(path: Path) -> int:
     """Replace each `key` in a file by its `sha256`, and leave the rest of the file as it is. Returns the
     number of keys. Raises ConfigError."""
-    keys, text = read(path), path.read_text()
+    keys, text = read_keys(path), path.read_text()
     plain = [entry for entry in _entries(yaml.compose(text)) if entry[0].value == "key"]
     for name, value in reversed(plain):
         quote, digest = name.style or "", hashlib.sha256(value.value.encode()).hexdigest()
@@ -189,7 +189,7 @@ def hash_keys(path: Path) -> int:
     try:
         hashed.touch(0o600)
         hashed.write_text(text)
-        if [(key.name, key.digest) for key in read(hashed)] != [
+        if [(key.name, key.digest) for key in read_keys(hashed)] != [
             (key.name, key.digest) for key in keys
         ]:
             raise ConfigError(f"{path}: the keys cannot be replaced. Write `sha256` by hand.")

@@ -100,7 +100,7 @@ class AccessMiddleware:
             return
         headers = Headers(scope=scope)
         line: Caller | None = scope.get(BATCH_LINE)
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             try:
                 if self._accounts is not None and scope["path"] not in _OPEN_PATHS:
                     await self._accounts.follow()
@@ -108,17 +108,17 @@ class AccessMiddleware:
                 send = _noting_status(caller, send)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
-                    if observed := self._telemetry.observed(caller, scope["path"], headers):
+                    if observed := self._telemetry.observe(caller, scope["path"], headers):
                         caller.observer = observed
-                        held.callback(observed.ended)
+                        stack.callback(observed.on_end)
                     if self._ledger is not None:
                         caller.counter = self._ledger.counter(
                             caller.key_name, scope["path"], batch=caller.is_batch_line
                         )
                         caller.later = self._ledger.later
                     if line is None:
-                        held.enter_context(self._open.entered(caller.holder))
-                    await held.enter_async_context(caller.running())
+                        stack.enter_context(self._open.count(caller.holder))
+                    await stack.enter_async_context(caller.running())
                 is_in_turn = line is None and scope["path"] not in _OPEN_PATHS
                 if is_in_turn and _may_wait(scope, headers):
                     await self._turnstile.turn(caller.holder)
@@ -131,7 +131,7 @@ class AccessMiddleware:
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
                 if caller.observer is not None:
-                    caller.observer.received(body or ())
+                    caller.observer.on_body(body or ())
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
@@ -207,16 +207,16 @@ def _closing(error: CorralError) -> dict[str, str]:
 def _noting_status(caller: Caller, send: Send) -> Send:
     async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
-            caller.answered(message["status"])
+            caller.on_start(message["status"])
             headers = MutableHeaders(scope=message)
             if caller.ignored:
-                headers[IGNORED] = _told(caller.ignored)
+                headers[IGNORED] = _header_text(caller.ignored)
             if caller.cost:
                 headers[COST] = f"{caller.cost:.9f}".rstrip("0").rstrip(".")
             if caller.accepted:
                 headers.update(_forecast(caller.accepted))
             if caller.observer is not None:
-                headers.update(caller.observer.begun(message["status"]))
+                headers.update(caller.observer.on_start(message["status"]))
         await send(message)
 
     return noting
@@ -242,7 +242,7 @@ def _forecast(accepted: Sequence[Accepted]) -> dict[str, str]:
     return headers
 
 
-def _told(names: Sequence[str]) -> str:
+def _header_text(names: Sequence[str]) -> str:
     """The names as a header can have them; no more than a few."""
     shown = [name[:MOST_IGNORED_CHARS] for name in names[:MOST_IGNORED]]
     return ", ".join(shown).encode("unicode_escape").decode()

@@ -95,9 +95,9 @@ class _Body:
 class BodyReader:
     """Reads bodies for one event loop.
 
-    When too many are open, the slowest one of the client that has most is ended; when they have too many
-    bytes, the largest of the client that has most bytes. So who sends as others do is never refused for
-    those who do not."""
+    When too many are open, the slowest one of the client that has most is ended. When they have too many
+    bytes, it is the largest of the client that has most bytes. So who sends as others do is never refused
+    for those who do not."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
@@ -107,8 +107,8 @@ class BodyReader:
     async def read(self, client: str, headers: Headers, receive: Receive) -> list[bytes] | None:
         """The pieces of the body of that client's request; None if the client has left. Raises
         RequestTooLargeError, SlowRequestError, or BodyEndedError if others need the room."""
-        async with self._opened(client, headers) as body:
-            while (message := await _received(receive))["type"] != "http.disconnect":
+        async with self._track(client, headers) as body:
+            while (message := await _receive(receive))["type"] != "http.disconnect":
                 self._keep(body, message.get("body", b""))
                 if not message.get("more_body", False):
                     return body.pieces()
@@ -123,8 +123,8 @@ class BodyReader:
     ) -> bool:
         """Hand each piece of the body to `take`, and keep none. False if the client has left. Raises the
         same errors, and RateLimitError if the client sends too many at once."""
-        async with self._opened(client, headers) as body:
-            while (message := await _received(receive))["type"] != "http.disconnect":
+        async with self._track(client, headers) as body:
+            while (message := await _receive(receive))["type"] != "http.disconnect":
                 piece = message.get("body", b"")
                 self._count(body, len(piece))
                 await take(piece)
@@ -133,7 +133,7 @@ class BodyReader:
         return False
 
     @asynccontextmanager
-    async def _opened(self, client: str, headers: Headers) -> AsyncIterator[_Body]:
+    async def _track(self, client: str, headers: Headers) -> AsyncIterator[_Body]:
         declared = headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._limits.max_bytes:
             raise self._too_large()
@@ -151,7 +151,7 @@ class BodyReader:
                 finally:
                     self._forget(body)
         except TimeoutError:
-            raise _ended(body) if body.refusal else self._too_slow() from None
+            raise _end_error(body) if body.refusal else self._too_slow() from None
 
     def _keep(self, body: _Body, piece: bytes) -> None:
         self._count(body, len(piece))
@@ -159,11 +159,11 @@ class BodyReader:
         self._n_kept += len(piece)
         self._bound_bytes()
         if body.refusal:
-            raise _ended(body)
+            raise _end_error(body)
 
     def _count(self, body: _Body, n_bytes: int) -> None:
         if body.refusal:
-            raise _ended(body)
+            raise _end_error(body)
         body.n_bytes += n_bytes
         if body.n_bytes > self._limits.max_bytes:
             raise self._too_large()
@@ -217,11 +217,11 @@ class BodyReader:
         )
 
 
-def _ended(body: _Body) -> BodyEndedError:
+def _end_error(body: _Body) -> BodyEndedError:
     return BodyEndedError(body.refusal, 1)
 
 
-async def _received(receive: Receive) -> Message:
+async def _receive(receive: Receive) -> Message:
     try:
         return await receive()
     except Exception:  # Serve's way to say that the client left before it had sent all
@@ -232,13 +232,13 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
 _UNREAD, _STREAMED = object(), object()
 
 
-def unread(endpoint: Endpoint) -> Endpoint:
+def mark_unread(endpoint: Endpoint) -> Endpoint:
     """Mark an endpoint that does not look at bodies: none is received for it, however large."""
     setattr(endpoint, "body_mark", _UNREAD)  # noqa: B010  # functions have no such attribute
     return endpoint
 
 
-def streamed(endpoint: Endpoint) -> Endpoint:
+def mark_streamed(endpoint: Endpoint) -> Endpoint:
     """Mark an endpoint that reads the body itself as it comes, within bounds of its own."""
     setattr(endpoint, "body_mark", _STREAMED)  # noqa: B010
     return endpoint
@@ -256,7 +256,7 @@ def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:
     """First the body, which is not kept, then that the client leaves: what else it sends is dropped."""
     left = deque(pieces or [b""])
 
-    async def replayed() -> Message:
+    async def receive_again() -> Message:
         if left:
             piece = left.popleft()
             return {"type": "http.request", "body": piece, "more_body": bool(left)}
@@ -264,4 +264,4 @@ def replay(pieces: Sequence[bytes], receive: Receive) -> Receive:
             pass
         return message
 
-    return replayed
+    return receive_again

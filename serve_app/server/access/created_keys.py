@@ -76,8 +76,8 @@ class CreatedKeys:
             raise ConfigError(f"{self.path}: {describe_errors(error)}") from None
 
     def add(self, key: ApiKey) -> None:
-        """Add a key. Raises InvalidRequestError if there is one of its name, or no room, and, as all
-        changes do, StorageFullError or CorralError if the file cannot be written."""
+        """Add a key. Raises InvalidRequestError if there is one of its name, or no room. All changes raise
+        StorageFullError or CorralError if the file cannot be written."""
         with self._changing() as keys:
             if key.name in keys:
                 raise InvalidRequestError(f"There is a key {key.name!r}.", "name")
@@ -88,13 +88,13 @@ class CreatedKeys:
     def rotate(self, name: str) -> tuple[ApiKey, str]:
         """Give a key a new secret, and return both. Raises ObjectNotFoundError."""
         with self._changing() as keys:
-            keys[name], secret = with_secret(_known(keys, name))
+            keys[name], secret = with_secret(_find_key(keys, name))
         return keys[name], secret
 
     def revoke(self, name: str) -> None:
         """Remove a key. Raises ObjectNotFoundError."""
         with self._changing() as keys:
-            del keys[_known(keys, name).name]
+            del keys[_find_key(keys, name).name]
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, ApiKey]]:
@@ -119,7 +119,7 @@ class CreatedKeys:
         new.replace(self.path)
 
 
-def _known(keys: dict[str, ApiKey], name: str) -> ApiKey:
+def _find_key(keys: dict[str, ApiKey], name: str) -> ApiKey:
     if name not in keys:
         raise ObjectNotFoundError(
             f"No key {name[:128]!r} was made here. Keys of the key file stay."

@@ -11,7 +11,7 @@ from serve_app.config.keys import ApiKey
 from serve_app.server.access import created_keys
 from serve_app.server.access.api_keys import KeyAccounts
 from serve_app.server.access.created_keys import CreatedKeys, with_secret
-from serve_app.server.http.dependencies import of_app, operators_only, prepared
+from serve_app.server.http.dependencies import of_app, operators_only, prepare_with
 from serve_app.server.http.description import api_router
 
 ROUTER = api_router(dependencies=[operators_only("API keys")])
@@ -21,7 +21,7 @@ _NO_KEYS = "This server asks for no API keys. Set ingress.api_key_file."
 Accounts = Annotated[KeyAccounts, of_app("accounts", lambda: NotSupportedError(_NO_KEYS))]
 
 
-async def _created(accounts: Accounts) -> CreatedKeys:
+async def _created_keys(accounts: Accounts) -> CreatedKeys:
     if accounts.created is None:
         raise NotSupportedError(
             "Keys are made if there is a folder for them: ingress.usage_folder."
@@ -29,34 +29,34 @@ async def _created(accounts: Accounts) -> CreatedKeys:
     return accounts.created
 
 
-Created = Annotated[CreatedKeys, Depends(_created)]
+Created = Annotated[CreatedKeys, Depends(_created_keys)]
 
 
 @ROUTER.get("/v1/keys")
 async def list_keys(accounts: Accounts) -> dict[str, Any]:
     """All API keys, with their limits and without their secrets. For operators."""
-    return {"object": "list", "data": [_shown(key) for key in accounts.all_keys()]}
+    return {"object": "list", "data": [_public_fields(key) for key in accounts.all_keys()]}
 
 
 @ROUTER.post("/v1/keys")
 async def create_key(
     accounts: Accounts,
-    key: Annotated[ApiKey, prepared(created_keys.new_key, kind=ApiKey)],
+    key: Annotated[ApiKey, prepare_with(created_keys.new_key, kind=ApiKey)],
     created: Created,
 ) -> dict[str, Any]:
     """Make an API key. Only this answer has its secret. For operators."""
-    if accounts.named(key.name) is not None:
+    if accounts.find_by_name(key.name) is not None:
         raise InvalidRequestError(f"There is a key {key.name!r}.", "name")
     key, secret = with_secret(key)
     await accounts.ledger.call(lambda _: created.add(key))
-    return _shown(key) | {"key": secret}
+    return _public_fields(key) | {"key": secret}
 
 
 @ROUTER.post("/v1/keys/{name}/rotate")
 async def rotate_key(accounts: Accounts, created: Created, name: str) -> dict[str, Any]:
     """Give an API key another secret; the one before is not valid any more. For operators."""
     key, secret = await accounts.ledger.call(lambda _: created.rotate(name))
-    return _shown(key) | {"key": secret}
+    return _public_fields(key) | {"key": secret}
 
 
 @ROUTER.delete("/v1/keys/{name}")
@@ -66,6 +66,6 @@ async def revoke_key(accounts: Accounts, created: Created, name: str) -> dict[st
     return {"object": "api_key", "name": name, "deleted": True}
 
 
-def _shown(key: ApiKey) -> dict[str, Any]:
+def _public_fields(key: ApiKey) -> dict[str, Any]:
     fields = key.model_dump(mode="json", exclude={"key", "sha256"}, exclude_defaults=True)
     return {"object": "api_key", **fields}

@@ -49,10 +49,10 @@ class _Sender:
 class Turnstile:
     """Spreads what begins, for one event loop.
 
-    Each turn of the loop begins one request at most, so that tokens, and answers to whoever else asks, come
-    in between however many requests come at once. Waiting requests go in turns by sender. If there
-    are several senders, the one that begins more than its share is slowed down until the loop has nothing
-    to do for half of the time: what its requests cost besides, in other processes, is bounded by that, too.
+    Each turn of the loop begins one request at most. So tokens and other answers come in between, however
+    many requests come at once. Waiting requests go in turns by sender. If there are several senders, the
+    one that begins more than its share is slowed down. It is so until the loop has nothing to do for half
+    of the time. That also bounds what its requests cost in other processes.
     """
 
     def __init__(self, clock: Clock = time.monotonic, cpu: Clock = time.thread_time) -> None:
@@ -117,7 +117,7 @@ class OpenRequests:
         return self._n
 
     @contextmanager
-    def entered(self, client: str) -> Iterator[None]:
+    def count(self, client: str) -> Iterator[None]:
         """Count one more request of the client, for as long as the block runs. Raises RateLimitError if the
         client has too many."""
         n_own = self._by_client[client]

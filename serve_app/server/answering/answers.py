@@ -15,7 +15,7 @@ from serve_app.base.types import TokenDelta
 from serve_app.server.answering import generation
 from serve_app.server.answering.preparation import Generation
 from serve_app.server.http import sse
-from serve_app.server.http.errors import error_body, unexpected
+from serve_app.server.http.errors import openai_error_body, unexpected_error
 from serve_app.server.http.sse import Json
 from serve_app.server.model_registry import ServedModel
 
@@ -33,11 +33,11 @@ class EventAnswer:
         """The end of a complete stream, as it is sent."""
         return ()
 
-    def failed(self, error: CorralError) -> Json:
+    def failure_event(self, error: CorralError) -> Json:
         """The last event of a stream that fails."""
-        return error_body(error)
+        return openai_error_body(error)
 
-    def written(self, event: Json) -> bytes:
+    def encode_event(self, event: Json) -> bytes:
         """An event as it is sent."""
         return sse.data(event)
 
@@ -48,18 +48,18 @@ class EventAnswer:
         The iterator is closed at the end, whatever happens."""
         async with aclosing(news):
             try:
-                if begun := b"".join(map(self.written, self.opening())):
+                if begun := b"".join(map(self.encode_event, self.opening())):
                     yield begun
                 async for item in news:
-                    if written := b"".join(map(self.written, events(item))):
+                    if written := b"".join(map(self.encode_event, events(item))):
                         yield written
                 if ended := b"".join(self.closing()):
                     yield ended
             except CorralError as error:
-                yield self.written(self.failed(error))
+                yield self.encode_event(self.failure_event(error))
             except Exception:
                 logger.exception("A stream failed")
-                yield self.written(self.failed(unexpected()))
+                yield self.encode_event(self.failure_event(unexpected_error()))
 
 
 class ProtocolAnswer(EventAnswer, ABC):
@@ -87,4 +87,4 @@ class ProtocolAnswer(EventAnswer, ABC):
         sequences: list[list[TokenDelta]] = [[] for _ in requests]
         async for index, delta in deltas:
             sequences[index].append(delta)
-        return sse.json_response(self.whole(list(map(TokenDelta.joined, sequences))))
+        return sse.json_response(self.whole(list(map(TokenDelta.join, sequences))))

@@ -40,9 +40,9 @@ _REFUSED_S = 120.0
 async def unbroken(
     request: GenerationRequest, attempt: Attempt, pauses_s: tuple[float, ...] = PAUSES_S
 ) -> AsyncGenerator[Accepted | TokenDelta]:
-    """The deltas of a request whose replicas may be lost: each goes on behind the last token that came from
-    the one before, so that no character is missing or comes twice. Of their acceptances, the first is told.
-    Raises CorralError."""
+    """The deltas of a request whose replicas may be lost. Each replica goes on behind the last token of the
+    one before: no character is missing or comes twice. Of their acceptances, the first is told. Raises
+    CorralError."""
     first, tokens, is_accepted = request, list(request.generated), False
     began = progressed = time.monotonic()
     n_failovers = n_failed = n_lost = 0
@@ -79,10 +79,10 @@ async def unbroken(
         await asyncio.sleep(pause_s)
         n_failovers += 1
         failovers_s.append(time.monotonic() - began - sum(failovers_s))
-        request = continued(first, tuple(tokens), n_failovers, tuple(failovers_s))
+        request = continuation(first, tuple(tokens), n_failovers, tuple(failovers_s))
 
 
-async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
+async def retry(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ...] = PAUSES_S) -> T:
     """The result of the first attempt whose replica is not lost meanwhile. Raises CorralError."""
     for pause_s in pauses_s:
         try:
@@ -93,7 +93,7 @@ async def retried(attempt: Callable[[], Awaitable[T]], pauses_s: tuple[float, ..
     return await attempt()
 
 
-def continued(
+def continuation(
     request: GenerationRequest, tokens: tuple[int, ...], n: int, failovers_s: tuple[float, ...] = ()
 ) -> GenerationRequest:
     """The request of the `n`th one that continues behind these tokens. It has an id of its own: the last

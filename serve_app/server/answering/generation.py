@@ -72,7 +72,7 @@ async def start(model: ServedModel, requests: Sequence[GenerationRequest]) -> De
             for i, request in enumerate(requests)
         ],
     )
-    await deltas.accepted()
+    await deltas.wait_until_accepted()
     return deltas
 
 
@@ -94,14 +94,14 @@ class RequestMeter:
         self._n_prompt, self._n_tokens, self._n_counted = len(request.prompt), 0, 0
         self._is_running = self._has_ended = self._is_due = False
 
-    def accepted(self) -> None:
+    def on_accept(self) -> None:
         if not self._is_running:
             self._is_running = True
             n_prompt = self._n_prompt if self._counts_prompt else 0
             self._count({"requests": 1, "prompt_tokens": n_prompt})
 
-    def delivered(self, delta: TokenDelta) -> None:
-        self.accepted()
+    def on_delta(self, delta: TokenDelta) -> None:
+        self.on_accept()
         self._n_tokens += len(delta.token_ids)
         if delta.end is None:
             if not self._is_due:
@@ -123,9 +123,9 @@ class RequestMeter:
             counts["cached_tokens"] = usage.cached_tokens
         self._count(counts | _OUTCOMES.get(delta.end.reason, {"completed": 1}))
         if self._caller.observer is not None:
-            self._caller.observer.answered(self._model, self._request, delta.end, self._prepared)
+            self._caller.observer.on_answer(self._model, self._request, delta.end, self._prepared)
 
-    def closed(self, error: BaseException | None) -> None:
+    def on_close(self, error: BaseException | None) -> None:
         """Note that nothing more comes: because of this error, or as the client left. Idempotent."""
         if self._has_ended:
             return
@@ -172,7 +172,7 @@ class Deltas:
         if len(streams) > 1:
             self._readers = [asyncio.create_task(self._read(i)) for i in self._open]
 
-    async def accepted(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Wait until all requests are accepted, or end. Raises CorralError."""
         refusable = set(self._open)
         while refusable:
@@ -190,7 +190,7 @@ class Deltas:
                 await asyncio.sleep(0)  # others have their turns, as between deltas that come
             index, item = self._early.popleft() if self._early else await self._next()
             if isinstance(item, TokenDelta):
-                self._meters[index].delivered(item)
+                self._meters[index].on_delta(item)
                 return index, item
         await self.aclose()
         raise StopAsyncIteration
@@ -199,7 +199,7 @@ class Deltas:
         """End all requests, because of this error if there is one. Idempotent."""
         self._open.clear()
         for meter in self._meters:
-            meter.closed(error)
+            meter.on_close(error)
         self._caller.settle()
         for reader in self._readers:
             reader.cancel()
@@ -216,7 +216,7 @@ class Deltas:
             await self.aclose(error)
             raise
         if isinstance(item, Accepted):
-            self._meters[index].accepted()
+            self._meters[index].on_accept()
             self._caller.accepted.append(item)
         elif item.end is not None:
             self._open.discard(index)

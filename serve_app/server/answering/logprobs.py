@@ -24,7 +24,10 @@ class Piece(Protocol):
 
 def of_chat(delta: TokenDelta, piece: Piece, *, shares: bool = False) -> Json:
     """A chat's: token by token, without control tokens; `shares` as for `entries`."""
-    return {"content": entries(_shown(delta, piece), piece, shares=shares), "refusal": None}
+    return {
+        "content": entries(_visible_logprobs(delta, piece), piece, shares=shares),
+        "refusal": None,
+    }
 
 
 def entries(
@@ -41,7 +44,7 @@ def entries(
         written = piece(token)
         named = {"id": token} if with_ids else {}
         likelihood = {"prob": math.exp(logprob)} if shares else {"logprob": logprob}
-        return {**named, "token": _text(written), **likelihood, "bytes": list(written)}
+        return {**named, "token": _piece_text(written), **likelihood, "bytes": list(written)}
 
     top = "top_probs" if shares else "top_logprobs"
     return [
@@ -54,11 +57,13 @@ def of_text(delta: TokenDelta, piece: Piece, offset: int, *, every: bool = False
     """A completion's: lists side by side. `offset` is the length of the tokens' text so far. Control tokens
     are left out, unless `every` token is told."""
     shown = (
-        list(zip(delta.token_ids, delta.logprobs, strict=True)) if every else _shown(delta, piece)
+        list(zip(delta.token_ids, delta.logprobs, strict=True))
+        if every
+        else _visible_logprobs(delta, piece)
     )
-    sizes = (len(_text(piece(token))) for token, _ in shown)
+    sizes = (len(_piece_text(piece(token))) for token, _ in shown)
     return {
-        "tokens": [_text(piece(token, special=True)) for token, _ in shown],
+        "tokens": [_piece_text(piece(token, special=True)) for token, _ in shown],
         "token_logprobs": [found.logprob for _, found in shown],
         "top_logprobs": [_top(found, piece) for _, found in shown],
         "text_offset": list(accumulate(sizes, initial=offset))[:-1],
@@ -67,7 +72,7 @@ def of_text(delta: TokenDelta, piece: Piece, offset: int, *, every: bool = False
 
 def n_chars(delta: TokenDelta, piece: Piece) -> int:
     """How far the delta's tokens move `offset` on."""
-    return sum(len(_text(piece(token))) for token in delta.token_ids)
+    return sum(len(_piece_text(piece(token))) for token in delta.token_ids)
 
 
 def of_prompt(
@@ -76,7 +81,7 @@ def of_prompt(
     """A prompt's, all of its tokens, in the same shape; `echo` is what it is shown as. Nothing comes before
     the first token, so nothing says how likely it was."""
     return {
-        "tokens": [_text(piece(token, special=True)) for token in prompt],
+        "tokens": [_piece_text(piece(token, special=True)) for token in prompt],
         "token_logprobs": [None, *(token.logprob for token in tokens)],
         "top_logprobs": [None, *(_top(token, piece) for token in tokens)],
         "text_offset": _offsets(prompt, piece, echo),
@@ -84,8 +89,8 @@ def of_prompt(
 
 
 def _offsets(prompt: Sequence[int], piece: Piece, echo: str) -> list[int]:
-    """Where each token begins in the text; what is not there, as a BOS or a blank that the tokenizer put
-    before it, takes no room."""
+    """Where each token begins in the text. What is not there takes no room, as a BOS or a blank that the
+    tokenizer put before it."""
     pieces = [piece(token) for token in prompt]
     data = b"".join(pieces)
     if data.decode(errors="replace") != echo:  # control tokens that were written out, or a blank
@@ -105,14 +110,14 @@ def _top(logprobs: TokenLogprobs, piece: Piece) -> dict[str, float]:
     """The likeliest tokens by their texts: of tokens that are written alike, the likeliest."""
     top: dict[str, float] = {}
     for token, logprob in logprobs.top:
-        top.setdefault(_text(piece(token, special=True)), logprob)
+        top.setdefault(_piece_text(piece(token, special=True)), logprob)
     return top
 
 
-def _shown(delta: TokenDelta, piece: Piece) -> list[tuple[int, TokenLogprobs]]:
+def _visible_logprobs(delta: TokenDelta, piece: Piece) -> list[tuple[int, TokenLogprobs]]:
     pairs = zip(delta.token_ids, delta.logprobs, strict=True)
     return [(token, found) for token, found in pairs if piece(token)]
 
 
-def _text(piece: bytes) -> str:
+def _piece_text(piece: bytes) -> str:
     return piece.decode(errors="replace")

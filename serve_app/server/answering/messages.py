@@ -108,12 +108,12 @@ def _readable(content: object) -> object:
     if content is None or isinstance(content, str):
         return content
     content = content if isinstance(content, list) else [content]
-    parts = [_part(part) for part in content if part is not None]
+    parts = [_normalise_part(part) for part in content if part is not None]
     refuse_media(parts, "messages", takes={"image_url", "input_audio"})
     return parts
 
 
-def _part(part: object) -> object:
+def _normalise_part(part: object) -> object:
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         return {"type": "text", "text": text_of(part)}
@@ -182,7 +182,7 @@ class ChatMessage(RequestModel):
     def as_turn(self) -> Turn:
         """The message in the canonical form."""
         content = self.content or self.refusal or ""
-        parts = [content] if isinstance(content, str) else map(_canonical, content)
+        parts = [content] if isinstance(content, str) else map(_canonical_part, content)
         turn = Turn.of(
             self.role,
             tuple(part for part in parts if part),
@@ -202,7 +202,7 @@ class ChatMessage(RequestModel):
         )
 
 
-def _canonical(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Attachment:
+def _canonical_part(part: TextPart | PicturePart | SoundPart | Foreign) -> str | Attachment:
     if isinstance(part, TextPart | Foreign):
         return part.text
     return Attachment(part.url, is_sound=isinstance(part, SoundPart))

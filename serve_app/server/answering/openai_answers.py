@@ -97,6 +97,6 @@ def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
     """The entries in /v1/models, also of the models with an adapter."""
     cards: list[ModelCard] = []
     for model in models.values():
-        adapted = (model.adapted(adapter) for adapter in model.adapters.values())
+        adapted = (model.with_adapter(adapter) for adapter in model.adapters.values())
         cards += map(model_card, (model, *adapted))
     return cards

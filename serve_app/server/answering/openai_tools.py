@@ -30,7 +30,7 @@ class CustomFormat(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _nested(cls, value: Any) -> Any:
+    def _nest(cls, value: Any) -> Any:
         """Responses have the grammar's fields beside the type."""
         if not isinstance(value, dict) or "definition" not in value:
             return value
@@ -131,10 +131,10 @@ def plain_choice(choice: object) -> Any:
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        names = [_chosen_name(tool) for tool in tools] if isinstance(tools, list) else None
+        names = [_name_in_choice(tool) for tool in tools] if isinstance(tools, list) else None
         mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
         return {"type": kind, "mode": mode, "names": names}
-    if (name := _chosen_name(choice)) is not None:
+    if (name := _name_in_choice(choice)) is not None:
         return {"type": "function", "function": {"name": name}}
     if kind == "function":
         return choice
@@ -142,7 +142,7 @@ def plain_choice(choice: object) -> Any:
     return "auto"
 
 
-def _chosen_name(choice: object) -> object:
+def _name_in_choice(choice: object) -> object:
     """The function's or custom tool's name in a choice; a tool of a client that has none is its type."""
     if not isinstance(choice, dict):
         return None

@@ -66,8 +66,8 @@ def check_medium(model: ModelInfo | MediaReader, is_sound: bool, field: str) -> 
 def with_media(
     model: ModelInfo, prompt: tuple[int, ...], urls: Sequence[str], field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
-    """The prompt with MEDIUM in the place of -1 for the first picture or sound, -2 for the second and so
-    on, and the media in the prompt's order. Raises InvalidRequestError, and MediaError like
+    """The prompt with MEDIUM in the place of each picture or sound, and the media in its order. In
+    `prompt`, -1 is the first one, -2 the second, and so on. Raises InvalidRequestError, and MediaError like
     `check_medium`."""
     if not urls or model.media is None:
         return prompt, ()
@@ -96,8 +96,8 @@ class Generation:
 
     model: str
     request: GenerationRequest
-    """The engine's request for each answer. The ingress adds the prompt, and what it knows of the caller:
-    a long prompt or logit bias is there once, however many answers there are."""
+    """The engine's request for each answer. The ingress adds the prompt, and what it knows of the caller. A
+    long prompt or logit bias is there once, however many answers there are."""
     prompts: tuple[tuple[int, ...], ...]
     n: int
     """The answers to each prompt."""
@@ -239,7 +239,7 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
     return dataclasses.replace(defaulted, logit_bias=LogitBias.of(biases)) if biases else defaulted
 
 
-def chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
+def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
     turns, prefill = _turns(model, body)
     prompt, media = _with_attachments(model, body, turns, prefill, prompt_field)
@@ -283,7 +283,7 @@ def _with_attachments(
     attachments = [medium for turn in turns for medium in turn.attachments]
     for medium in attachments:
         check_medium(model, medium.is_sound, prompt_field)
-    prompt = _rendered(model, body, turns, prefill, model.tokenizer.encode_chat)
+    prompt = _render(model, body, turns, prefill, model.tokenizer.encode_chat)
     return with_media(model, prompt, [medium.url for medium in attachments], prompt_field)
 
 
@@ -323,14 +323,14 @@ def length(model: ModelInfo, body: ChatRequest, prompt_field: str) -> PromptLeng
 
 def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     """The prompt for the next turn. The first medium is -1, the second -2. Raises InvalidRequestError."""
-    return _rendered(model, body, *_turns(model, body), model.tokenizer.encode_chat)
+    return _render(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
-    return str(_rendered(model, body, *_turns(model, body), model.tokenizer.render_chat))
+    return str(_render(model, body, *_turns(model, body), model.tokenizer.render_chat))
 
 
-def _rendered(
+def _render(
     model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, render: Callable[..., T]
 ) -> T:
     # Templates may leave out all but the contents.

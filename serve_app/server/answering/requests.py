@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api, SamplingParams, StopString, StopStrings, samplers_by
 from serve_app.config.defaults import ModelDefaults
-from serve_app.config.sampling_fields import given, takes_sampling
+from serve_app.config.sampling_fields import read_params, takes_sampling
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.grammars import Dialect
@@ -24,8 +24,8 @@ from serve_app.server.http import request_model
 from serve_app.server.http.request_model import (
     ModelledRequest,
     RequestModel,
+    describe_extra_fields,
     name_ignored,
-    name_what_is_taken,
 )
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -78,7 +78,7 @@ def _is_token(key: object) -> bool:
 
 def _describe(schema: dict[str, Any], model: type[Any]) -> None:
     """`token_bias` is a second form of `logit_bias`, and not a name of its own."""
-    name_what_is_taken(schema, model)
+    describe_extra_fields(schema, model)
     pairs = schema["properties"].pop("token_bias")
     schema["properties"]["logit_bias"]["anyOf"] += pairs["anyOf"]
 
@@ -156,16 +156,15 @@ class AnswerParams(ModelledRequest):
 
     stream: bool = False
     service_tier: str | None = None
-    """`flex` runs the request behind all others, as lines of batches do, unless it has a deadline that it
-    can only meet beside them; other tiers change nothing."""
+    """`flex` runs the request behind all others, like lines of batches, unless it can only meet its
+    deadline beside them. Other tiers change nothing."""
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: a stream in which nothing was sent for so many seconds sends a ping, which is a
-    comment but for Anthropic's clients; 0 and -1: never. Without it, `ingress.sse_ping_interval_s`
-    counts."""
+    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is a
+    comment but for Anthropic's clients. Without it, `ingress.sse_ping_interval_s` counts."""
 
-    def shared(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
         return {name: getattr(self, name) for name in AnswerParams.model_fields if name != "model"}
 
@@ -242,8 +241,8 @@ class GenerationParams(AnswerParams):
     n_discard: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """llama-server's: tokens that a context shift drops; 0: half of what it may."""
     n_cache_reuse: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """llama-server's: chunks of so many tokens or more are taken from the cache, too, that stand behind
-    tokens which the prompt has no more: they are shifted. 0: only the longest prefix."""
+    """llama-server's: chunks of so many tokens or more are also taken from the cache behind tokens that the
+    prompt has no more. They are shifted. 0: only the longest prefix."""
     id_slot: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     """llama-server's: the slot to use, if it is idle, of the replica that gets the request."""
     cache_prompt: bool = True
@@ -315,7 +314,7 @@ class GenerationParams(AnswerParams):
             raise InvalidRequestError(f"Only one of {names} can be given.", constraints[1].param)
         return constraints[0] if constraints else None
 
-    def matched(self) -> str | None:
+    def answer_grammar(self) -> str | None:
         """The grammar that the text must match, for the engine. Raises InvalidRequestError."""
         return None if self.constraint is None else self.constraint.grammar()
 
@@ -342,7 +341,7 @@ class GenerationParams(AnswerParams):
         most = defaults.max_tokens if most is None else most
         penalty = self.repetition_penalty
         renamed = {} if penalty is None else {"repeat_penalty": penalty}
-        values = {**defaults.sampling, **renamed, **given(self, Api.OPENAI)}
+        values = {**defaults.sampling, **renamed, **read_params(self, Api.OPENAI)}
         values["stop"] = tuple(filter(None, values.get("stop", ())))
         if values.get("seed") == _NO_SEED:
             del values["seed"]
@@ -350,7 +349,7 @@ class GenerationParams(AnswerParams):
             **values,
             samplers=None if self.samplers is None else samplers_by(self.samplers),
             max_tokens=None if most is None or most < 0 else most,
-            grammar=self.matched(),
+            grammar=self.answer_grammar(),
             logprobs=self.n_logprobs,
             post_sampling_probs=self.post_sampling_probs and self.n_logprobs is not None,
         )
@@ -552,7 +551,7 @@ class ChatRequest(GenerationParams):
         if schema is not None:
             yield TextForm("response_format", "schema", schema)
 
-    def matched(self) -> str | None:
+    def answer_grammar(self) -> str | None:
         """The grammar of the whole answer; None for a schema, whose grammar depends on the prompt."""
         constraint = self.constraint
         if constraint is None or constraint.kind == "schema":

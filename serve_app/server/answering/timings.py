@@ -61,7 +61,7 @@ class Running:
         if delta.token_ids and self._began_s is None:
             self._began_s = time.monotonic()
 
-    def told(self, progress: PromptProgress | None = None) -> Json:
+    def to_json(self, progress: PromptProgress | None = None) -> Json:
         """The timings as they are now, or at that earlier point of the prompt."""
         at = progress or self._progress
         n_tokens = 0 if progress else self._n_tokens
@@ -94,7 +94,7 @@ def _rates(name: str, n: int, n_timed: int, seconds: float) -> Json:
     }
 
 
-def explained(record: RequestRecord) -> Json:
+def explain_record(record: RequestRecord) -> Json:
     """The fields about a sequence of a request."""
     fields: Json = {
         "id": record.id,

@@ -47,7 +47,7 @@ class TextsToEmbed:
     dimensions: int | None = None
     as_base64: bool = False
     norm: int = 2
-    """The kind of norm: see `normalized`. Classes are probabilities unless it is -1."""
+    """The kind of norm: see `normalize`. Classes are probabilities unless it is -1."""
     user: str | None = None
     name: str = ""
     """The model's name in the answer; empty for its id."""
@@ -75,7 +75,9 @@ def to_embed(
         else:
             tokens = mixed_tokens(model, prompt, field)
         texts.append(tokens)
-    return TextsToEmbed(model.id, checked(model, texts, field, cut=cut and not media), tuple(media))
+    return TextsToEmbed(
+        model.id, check_texts(model, texts, field, cut=cut and not media), tuple(media)
+    )
 
 
 def check_makes_embeddings(model: ModelInfo) -> None:
@@ -100,7 +102,7 @@ def check_has_vectors(model: ModelInfo) -> None:
         raise NotSupportedError(message, "model")
 
 
-def checked(
+def check_texts(
     model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str, *, cut: bool = False
 ) -> Texts:
     """The texts, those that are too long cut if they may be. Raises TextTooLongError, or
@@ -143,15 +145,15 @@ class ComputedVectors:
     """The numbers that the answer has of each vector; all by default."""
     as_base64: bool = False
     norm: int = 2
-    """The kind of norm: see `normalized`."""
+    """The kind of norm: see `normalize`."""
     lengths: tuple[int, ...] | None = None
     """The vectors of each text, as they are; None if each text has one, which is normalised."""
     total_ns: int = 0
     """The time from the request to the vectors, which Ollama's answer tells."""
 
     def pieces(self, vectors: Vectors) -> tuple[Piece, ...]:
-        """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they
-        lie in memory, since to copy megabytes would hold up the event loop."""
+        """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they lie
+        in memory. To copy megabytes would hold up the event loop."""
         count, length = vectors.shape
         head = msgspec.json.encode((self, count, length)) + b"\n"
         return head, np.ascontiguousarray(vectors).data.cast("B")
@@ -169,7 +171,7 @@ class ComputedVectors:
 _HEADS = msgspec.json.Decoder(tuple[ComputedVectors, int, int])
 
 
-def normalized(vectors: Vectors, kind: int) -> Vectors:
+def normalize(vectors: Vectors, kind: int) -> Vectors:
     """Each row divided by its norm, by llama-server's `embd_normalize`; rows of zeros stay."""
     if kind < 0:
         return vectors
@@ -217,6 +219,6 @@ async def embed(
     except CorralError:
         caller.count(model.id, {"refused": 1})
         raise
-    caller.computed()
+    caller.keep_charge()
     caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens})
     return n_tokens, vectors

@@ -30,7 +30,7 @@ from serve_app.server.http import request_context
 from serve_app.server.model_registry import Models, ServedModel
 from serve_app.server.workers.pool import Workers
 from serve_app.server.workers.wire import Piece
-from serve_app.server.workers.worker import ENCODINGS, inflated
+from serve_app.server.workers.worker import ENCODINGS, inflate
 
 logger = logging.getLogger("corral.ingress")
 audit = logging.getLogger("corral.audit")
@@ -69,20 +69,20 @@ class Bodies:
             raise ContentEncodingError(message)
         if not is_json and (pieces or not optional):
             raise InvalidRequestError("Send JSON, with Content-Type: application/json.")
-        return [await self.work(inflated, *pieces)] if encoding in ENCODINGS else pieces
+        return [await self.work(inflate, *pieces)] if encoding in ENCODINGS else pieces
 
     async def work(self, function: Callable[[Models, Any], T], *pieces: Piece) -> T:
         caller = request_context.current()
         try:
-            made = await self._workers.run(caller.holder, function, *pieces)
+            result = await self._workers.run(caller.holder, function, *pieces)
         except PicturesWantedError as missing:
             if self._fetch is None:
                 raise
             files = await self._fetch(caller.holder, missing)
-            made = await self._workers.run(caller.holder, function, *pieces, files=files)
+            result = await self._workers.run(caller.holder, function, *pieces, files=files)
         if caller.ignored:
             self._tell(caller.ignored)
-        return made
+        return result
 
     def _tell(self, ignored: Sequence[str]) -> None:
         if self._strict:
@@ -126,7 +126,7 @@ class PreparedBody(Generic[T]):
         return await bodies.work(self.prepare, *pieces)
 
 
-def prepared(prepare: Callable[[Models, Any], Any], **options: Any) -> Any:
+def prepare_with(prepare: Callable[[Models, Any], Any], **options: Any) -> Any:
     return Depends(PreparedBody(prepare, **options))
 
 
@@ -168,7 +168,7 @@ BodiesArgument = Annotated[Bodies, of_app("bodies")]
 """The argument of a route that has workers write its answer."""
 
 
-def written(answer: bytes) -> Response:
+def bytes_response(answer: bytes) -> Response:
     return Response(answer, media_type="application/json")
 
 

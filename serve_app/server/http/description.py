@@ -44,15 +44,25 @@ def api_router(
     )
 
 
+_EVENTS = "text/event-stream"
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def also(*media_types: str) -> dict[int | str, Json]:
     """More media types of a route's answer, as its `responses`."""
-    return {200: {"content": {name: {"schema": {"type": "string"}} for name in media_types}}}
+    schemas = {name: _EVENT if name == _EVENTS else {"type": "string"} for name in media_types}
+    return {200: {"content": {name: {"schema": schema} for name, schema in schemas.items()}}}
 
 
 CHAT: Json = {"messages": [{"role": "user", "content": "What is the capital of Portugal?"}]}
 SHORT_CHAT = CHAT | {"max_tokens": 32}
 """Examples of bodies that several protocols take."""
-STREAMED = also("text/event-stream")
+STREAMED = also(_EVENTS)
 """The `responses` of routes that send server-sent events, if a request asks for them."""
 
 

@@ -39,7 +39,7 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-def error_body(error: CorralError) -> dict[str, Any]:
+def openai_error_body(error: CorralError) -> dict[str, Any]:
     return {
         "error": {
             "message": cut(error.message),
@@ -66,12 +66,12 @@ class ErrorShape:
     """The status where the queue is full, if it is not the error's own."""
 
 
-_OPENAI = ErrorShape(lambda error, _: error_body(error))
+_OPENAI = ErrorShape(lambda error, _: openai_error_body(error))
 
 
 def install(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
-    """Answer every error of this app in the shape that belongs to the path: of the paths below a prefix,
-    which ends with a slash, its own, and elsewhere OpenAI's."""
+    """Answer every error of this app in the shape that belongs to the path. Paths below a prefix, which
+    ends with a slash, have its shape, and others have OpenAI's."""
     app.state.error_shapes = shapes
     app.add_exception_handler(CorralError, _corral_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -82,7 +82,7 @@ def install(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
 async def _corral_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, CorralError)
     if isinstance(error, QueueFullError):
-        request_context.current().refused()
+        request_context.current().on_refusal()
     return response(request, error)
 
 
@@ -132,9 +132,9 @@ def _path(request: Request) -> str:
 
 async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, ClientText(_path(request)), exc_info=error)
-    return response(request, unexpected())
+    return response(request, unexpected_error())
 
 
-def unexpected() -> CorralError:
+def unexpected_error() -> CorralError:
     """The error that clients get for an unexpected exception; the log says more."""
     return CorralError("The server failed to handle this request.")

@@ -31,7 +31,7 @@ RETRY_S = 1
 class Reserved(Protocol):
     """Tokens that a request has taken from its key's budgets."""
 
-    def generated(self, n_tokens: int) -> None:
+    def charge(self, n_tokens: int) -> None:
         """Note so many tokens of answers: those beyond the reserved ones are charged besides."""
 
     def give_back(self) -> None:
@@ -58,27 +58,27 @@ class Account(Protocol):
         may have `most_each` if that is set. In the background, only budgets of a day and more count. Raises
         RateLimitError."""
 
-    def unreserved(self, n_prompt: int) -> Reserved:
+    def charge_prompts(self, n_prompt: int) -> Reserved:
         """Charge the prompts to the budgets of a day and more, whatever is left of them."""
 
     def charge_cost(self, cost: float) -> None: ...
 
-    def refused(self) -> None:
+    def on_refusal(self) -> None:
         """Note that there was no room for one of its requests."""
 
-    def served(self) -> None: ...
+    def on_success(self) -> None: ...
 
 
 class Observer(Protocol):
     """Is told of an HTTP request and its answers."""
 
-    def received(self, body: Sequence[bytes]) -> None:
+    def on_body(self, body: Sequence[bytes]) -> None:
         """Note that the body is here; it is empty if a route reads it by itself."""
 
-    def begun(self, status: int) -> Mapping[str, str]:
+    def on_start(self, status: int) -> Mapping[str, str]:
         """Note the status of the answer. Returns more headers."""
 
-    def answered(
+    def on_answer(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
     ) -> None:
         """Note the end of an answer, whose engine got it at `prepared`, by `time.monotonic_ns`."""
@@ -231,11 +231,11 @@ class Caller:
             if key.over_budget == "refuse" or self.is_batch_line or has_deadline:
                 raise
             self.is_demoted = True
-            self._reserved = self.account.unreserved(n_prompt)
+            self._reserved = self.account.charge_prompts(n_prompt)
 
     def charge(self, n_tokens: int) -> None:
         if self._reserved is not None:
-            self._reserved.generated(n_tokens)
+            self._reserved.charge(n_tokens)
 
     def count(self, model: str, counts: UsageCounts) -> None:
         """Count what is used of a model, and charge its cost."""
@@ -250,7 +250,7 @@ class Caller:
         if self._reserved is not None:
             self._reserved.settle()
 
-    def answered(self, status: int) -> None:
+    def on_start(self, status: int) -> None:
         """The answer begins. If it says that the request was refused, its prompts are not charged."""
         if self.account is None:
             return
@@ -258,15 +258,15 @@ class Caller:
             if self._reserved is not None and not self._is_computed:
                 self._reserved.give_back()
         elif self._is_running and status < HTTPStatus.BAD_REQUEST:
-            self.account.served()
+            self.account.on_success()
 
-    def computed(self) -> None:
+    def keep_charge(self) -> None:
         """Note that the prompts were used: they stay charged, whatever becomes of the answer."""
         self._is_computed = True
 
-    def refused(self) -> None:
+    def on_refusal(self) -> None:
         if self.account is not None and not self.is_background:
-            self.account.refused()
+            self.account.on_refusal()
 
     def check_operator(self, what: str) -> None:
         """Refuse all but operators, with PermissionDeniedError. `what` begins the message."""

@@ -25,7 +25,7 @@ from serve_app.base.errors import InvalidRequestError
 from serve_app.prompt.conversation import texts_in
 
 
-def name_what_is_taken(schema: dict[str, Any], model: type[Any]) -> None:
+def describe_extra_fields(schema: dict[str, Any], model: type[Any]) -> None:
     """The JSON schema of extra fields: those that have a meaning in the API."""
     taken = schema.setdefault("properties", {})
     for name, values in model.NEUTRAL.items():
@@ -54,7 +54,7 @@ class RequestModel(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="allow", use_attribute_docstrings=True, json_schema_extra=name_what_is_taken
+        extra="allow", use_attribute_docstrings=True, json_schema_extra=describe_extra_fields
     )
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -125,12 +125,12 @@ class AnyMember:
         return described
 
 
-def _taken_out(request: object, path: str) -> Iterator[str]:
+def _remove_extra(request: object, path: str) -> Iterator[str]:
     """Remove the extra fields of a request and its parts, and tell those that had a meaning."""
     if isinstance(request, list):
         if request and isinstance(request[0], BaseModel):
             for one in request:
-                yield from _taken_out(one, path)
+                yield from _remove_extra(one, path)
     elif isinstance(request, Foreign):
         yield f"{path}{request.type}"
     elif isinstance(request, BaseModel):
@@ -140,7 +140,7 @@ def _taken_out(request: object, path: str) -> Iterator[str]:
                     yield f"{path}{name}"
             extra.clear()
         for name in type(request).model_fields:
-            yield from _taken_out(getattr(request, name), f"{path}{name}.")
+            yield from _remove_extra(getattr(request, name), f"{path}{name}.")
 
 
 _ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
@@ -159,7 +159,7 @@ def ignored_fields() -> Iterator[list[str]]:
 
 def ignore(request: object) -> None:
     """Remove from a request, or a list of such, what Corral does not have, so that nothing reads it."""
-    name_ignored([*_taken_out(request, "")])
+    name_ignored([*_remove_extra(request, "")])
 
 
 def name_ignored(names: Iterable[str]) -> None:
@@ -215,7 +215,7 @@ def _n_containers(text: str) -> int:
 M = TypeVar("M")
 
 
-def parsed(kind: type[M], body: bytes) -> M:
+def parse_body(kind: type[M], body: bytes) -> M:
     """The body as a request of this kind, a pydantic model or a list of such. Raises InvalidRequestError,
     also of the model's own.
 
@@ -247,7 +247,7 @@ def body_type(work: Callable[..., Any]) -> Any:
 def body_for(work: Callable[..., Any], body: bytes) -> Any:
     """The body as the work wants it. Raises InvalidRequestError."""
     kind = body_type(work)
-    return body if kind is bytes else parsed(kind, body)
+    return body if kind is bytes else parse_body(kind, body)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ PING = b": ping\n\n"
 """A comment, which readers drop. Proxies take silence for a server that hangs."""
 
 
-def encoded(body: Any) -> bytes:
+def encode_json(body: Any) -> bytes:
     """The JSON of a body of any size, which may have NumPy's arrays. The standard library would take ten
     times as long, but knows integers of more than 64 bits, which a model may write."""
     try:
@@ -33,21 +33,21 @@ def encoded(body: Any) -> bytes:
 
 def one_line(body: Json) -> bytes:
     """JSON without the characters that some readers of lines take for ends of lines."""
-    line = encoded(body)
+    line = encode_json(body)
     for end in "\u0085\u2028\u2029":
         line = line.replace(end.encode(), b"\\u%04x" % ord(end))
     return line
 
 
 def json_response(body: Any) -> Response:
-    return Response(encoded(body), media_type="application/json")
+    return Response(encode_json(body), media_type="application/json")
 
 
 def data(body: Json) -> bytes:
     return b"data: %b\n\n" % one_line(body)
 
 
-def named(body: Json) -> bytes:
+def named_event(body: Json) -> bytes:
     return b"event: %b\n%b" % (body["type"].encode(), data(body))
 
 
@@ -55,8 +55,8 @@ _NOISE_CHARS = 64
 
 
 def obfuscation(text: str) -> Json:
-    """A field of noise for an event with this text, so that its size does not show how long that is, as
-    OpenAI has it: together they fill whole blocks of characters."""
+    """A field of noise for an event with this text, as OpenAI has it. Together they fill whole blocks of
+    characters, so that the size does not show the text's length."""
     n_chars = -len(text) % _NOISE_CHARS
     return {"obfuscation": secrets.token_hex(_NOISE_CHARS // 2)[:n_chars]}
 

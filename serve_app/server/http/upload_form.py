@@ -81,13 +81,13 @@ class UploadForm:
         _, options = parse_options_header(self._disposition)
         if b"name" not in options:
             raise InvalidRequestError("The form cannot be read: a field has no name.")
-        name = _text(options[b"name"])
+        name = _decode_text(options[b"name"])
         self._name = None if name == "file" else name[:64]
         self._value.clear()
         if self._name is None:
             if self.filename is not None:
                 raise InvalidRequestError("The form has two files.", "file")
-            self.filename = _text(options.get(b"filename", b""))[:255] or "file"
+            self.filename = _decode_text(options.get(b"filename", b""))[:255] or "file"
 
     def _take(self, piece: bytes) -> None:
         if self._name is None:
@@ -107,7 +107,7 @@ class UploadForm:
 
     def _part_ends(self) -> None:
         if self._name is not None:
-            value, earlier = _text(bytes(self._value)), self.fields.get(self._name)
+            value, earlier = _decode_text(bytes(self._value)), self.fields.get(self._name)
             self.fields[self._name] = value if earlier is None else f"{earlier},{value}"
 
     def _end(self) -> None:
@@ -124,5 +124,5 @@ def _boundary(content_type: str) -> bytes:
     return boundary
 
 
-def _text(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     return value.decode("utf-8", "replace")

@@ -68,7 +68,7 @@ def from_base64(text: str, name: str, field: str) -> bytes:
         raise _bad(name, "it is not base64", field) from None
 
 
-def decoded(data: bytes, name: str, field: str) -> Picture:
+def decode_picture(data: bytes, name: str, field: str) -> Picture:
     """The picture in a file: turned as its EXIF data says, and at most MAX_SIDE wide and high. Raises
     InvalidRequestError that begins with its name."""
     from PIL import Image, UnidentifiedImageError
@@ -82,7 +82,7 @@ def decoded(data: bytes, name: str, field: str) -> Picture:
                     message = f"{width} x {height} pixels are more than {MAX_PIXELS}"
                     raise _bad(name, message, field)
                 with more_memory(width * height * _BYTES_PER_PIXEL):
-                    return _read(image)
+                    return _read_picture(image)
     except (InvalidRequestError, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -92,7 +92,7 @@ def decoded(data: bytes, name: str, field: str) -> Picture:
         raise _bad(name, f"it cannot be read ({error})", field) from error
 
 
-def _read(image: Any) -> Picture:
+def _read_picture(image: Any) -> Picture:
     from PIL import Image, ImageOps
 
     image.draft("RGB", (MAX_SIDE, MAX_SIDE))  # a JPEG can be read smaller
@@ -195,7 +195,7 @@ class MediaDecoder:
                 left_s -= sound.size[0] / SAMPLE_RATE
                 media.append(sound)
                 continue
-            picture = decoded(data, name, field)
+            picture = decode_picture(data, name, field)
             media.append(picture)
             n_bytes += len(picture.pixels)
             if n_bytes > MAX_BYTES:
@@ -205,7 +205,7 @@ class MediaDecoder:
         return media
 
 
-def opened(file: ModelFile) -> ModelInfo:
+def open_model(file: ModelFile) -> ModelInfo:
     """Read a model's vocabulary, with a decoder of the media that the model takes. Raises ConfigError."""
     return ModelInfo.open(file, None if file.senses == NO_SENSES else MediaDecoder(*file.senses))
 

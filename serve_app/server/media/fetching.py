@@ -1,6 +1,6 @@
 """Fetches the pictures that requests name by URLs: from hosts that the configuration allows, within bounds.
 
-A name is resolved once, all of its addresses must be public, and the connection goes to one of these: so no
+A name is resolved once, all of its addresses must be public, and the connection goes to one of these. So no
 second answer of a name server leads anywhere else.
 """
 
@@ -85,8 +85,8 @@ class Fetcher:
         url, name = missing.pictures[0]
         try:
             for url, name in missing.pictures:  # noqa: B007  # the messages name it
-                self._checked(url)  # at once, without a name server
-            async with self._places.entered(client), asyncio.timeout(self._max_s):
+                self._check_url(url)  # at once, without a name server
+            async with self._places.place(client), asyncio.timeout(self._max_s):
                 for url, name in missing.pictures:  # noqa: B007
                     if url not in files:
                         room = MAX_BYTES - sum(map(len, files.values()))
@@ -98,7 +98,7 @@ class Fetcher:
             raise InvalidRequestError(message, missing.param) from None
         return files
 
-    def _checked(self, text: str) -> httpx2.URL:
+    def _check_url(self, text: str) -> httpx2.URL:
         """Raises _FetchError for what is no URL of an allowed host."""
         import httpx2
 
@@ -120,15 +120,15 @@ class Fetcher:
         import httpx2
 
         for _ in range(MAX_REDIRECTS + 1):
-            url = self._checked(text)
+            url = self._check_url(text)
             request = await self._request(url)
             try:
-                answer = await (await self._opened()).send(request, stream=True)
+                answer = await (await self._get_client()).send(request, stream=True)
                 try:
                     if answer.status_code in _REDIRECTS and "location" in answer.headers:
                         text = str(url.join(answer.headers["location"]))
                         continue
-                    return await _read(answer, max_bytes)
+                    return await _read_answer(answer, max_bytes)
                 finally:
                     await answer.aclose()
             except httpx2.InvalidURL:
@@ -165,13 +165,13 @@ class Fetcher:
             },
         )
 
-    async def _opened(self) -> httpx2.AsyncClient:
+    async def _get_client(self) -> httpx2.AsyncClient:
         if self._client is None:
-            self._client = await asyncio.to_thread(_client)
+            self._client = await asyncio.to_thread(_new_client)
         return self._client
 
 
-def _client() -> httpx2.AsyncClient:
+def _new_client() -> httpx2.AsyncClient:
     """Reading the certificates takes some hundredths of a second. No connection is used twice, since the
     pool tells connections apart by address, and not by name."""
     import httpx2
@@ -181,7 +181,7 @@ def _client() -> httpx2.AsyncClient:
     )
 
 
-async def _read(answer: httpx2.Response, max_bytes: int) -> bytes:
+async def _read_answer(answer: httpx2.Response, max_bytes: int) -> bytes:
     if answer.status_code != 200:
         raise _FetchError(f"its server answered with status {answer.status_code}")
     too_large = _FetchError(

@@ -71,7 +71,7 @@ def group(data: bytes, start: int, n: int) -> WindowGroup:
             if start == 0 and _is_cut_off(data, seconds):
                 raise _bad("it is cut off: its header tells of more")
         grant_memory(_SPARE_BYTES + n * MOST_S * SAMPLE_RATE * 4 * _COPIES)
-        samples, is_end = _read(data, start, n * MOST_S * SAMPLE_RATE)
+        samples, is_end = _read_samples(data, start, n * MOST_S * SAMPLE_RATE)
     except miniaudio.MiniaudioError as error:
         raise _bad(f"it cannot be read ({error})") from error
     if not np.isfinite(samples).all():
@@ -112,15 +112,15 @@ def _is_cut_off(data: bytes, seconds: float) -> bool:
     return data[:4] == b"fLaC" and sum(map(len, _blocks(data))) < (seconds - 1) * SAMPLE_RATE
 
 
-def _read(data: bytes, start: int, n_samples: int) -> tuple[Samples, bool]:
+def _read_samples(data: bytes, start: int, n_samples: int) -> tuple[Samples, bool]:
     """The next `n_samples` samples of a file, and whether the file ends with them."""
     n_blocks = start // SAMPLE_RATE
     left = islice(_blocks(data), n_blocks, None)
-    kept, n_kept = list[Samples](), n_blocks * SAMPLE_RATE - start
+    blocks, n_kept = list[Samples](), n_blocks * SAMPLE_RATE - start
     while n_kept <= n_samples and (block := next(left, None)) is not None:
-        kept.append(block)
+        blocks.append(block)
         n_kept += len(block)
-    samples = np.concatenate([np.zeros(0, np.float32), *kept])[start - n_blocks * SAMPLE_RATE :]
+    samples = np.concatenate([np.zeros(0, np.float32), *blocks])[start - n_blocks * SAMPLE_RATE :]
     return samples[:n_samples], len(samples) <= n_samples
 
 

@@ -44,7 +44,7 @@ class Reservation:
         self._n_prompt, self._n_left = n_prompt, n
         self._n_answers, self._n_generated = n_answers, 0
 
-    def generated(self, n_tokens: int) -> None:
+    def charge(self, n_tokens: int) -> None:
         """Note so many tokens of answers. They count from now on, in the place of reserved ones."""
         self._n_generated += n_tokens
         n_reserved = min(n_tokens, self._n_left)
@@ -59,7 +59,7 @@ class Reservation:
 
     def settle(self) -> None:
         if self._n_generated:
-            self._account.answered(self._n_generated / self._n_answers)
+            self._account.learn_length(self._n_generated / self._n_answers)
         self._spend(-self._n_left, self._slots)
         self._n_left = self._n_generated = 0
 
@@ -85,13 +85,13 @@ class KeyAccount:
         self._left: dict[str, float] = {}
         """What was left of each budget when the ledger was last asked."""
 
-    def refused(self) -> None:
-        """Note that there was no room for one of its requests. Until one has been answered, or none has
-        come for some seconds, they are refused at the door but for one in the shortest time that anybody is
-        told to wait: each would cost more than to answer those who wait."""
+    def on_refusal(self) -> None:
+        """Note that there was no room for one of its requests. They are refused at the door until one has
+        been answered, or none has come for some seconds. One passes in the shortest time that anybody is
+        told to wait. Each would cost more than to answer those who wait."""
         self._refused_until = self._clock() + RETRY_S
 
-    def served(self) -> None:
+    def on_success(self) -> None:
         self._refused_until = -math.inf
 
     async def enter(self, n: int = 1, *, besides: int = 0) -> None:
@@ -210,14 +210,14 @@ class KeyAccount:
             claims.append(Claim(MONTH, key.cost_per_month, 0.0))
         return claims
 
-    def unreserved(self, n_prompt: int) -> Reservation:
+    def charge_prompts(self, n_prompt: int) -> Reservation:
         periods = [] if self.key.tokens_per_day is None else [DAY]
         now = self.ledger.clock()
         for period in periods:
             self.ledger.spend(self.key.name, period, period.slot(now), n_prompt)
         return Reservation(self, periods, n_prompt, 1, 0)
 
-    def answered(self, n_tokens: float) -> None:
+    def learn_length(self, n_tokens: float) -> None:
         """Learn from the length of an answer."""
         if self._mean_answer is None:
             self._mean_answer = n_tokens

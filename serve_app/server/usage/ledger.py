@@ -222,9 +222,9 @@ class Ledger:
         group_by: Sequence[str] = (),
         only: Mapping[str, Sequence[str]] | None = None,
     ) -> list[dict[str, Any]]:
-        """The sums of buckets of `width` seconds between two times, by the dimensions of `group_by`, of the
-        rows with one of the values that `only` names for a dimension. Older rows are wider: each is in the
-        bucket of its beginning."""
+        """The sums of buckets of `width` seconds between two times, by the dimensions of `group_by`. `only`
+        names the values that a dimension of a row may have. Older rows are wider: each is in the bucket of
+        its beginning."""
         names = [name for name in DIMENSIONS if name in group_by]
         columns = ", ".join([f"start / {width} * {width} AS bucket", *names])
         conditions, values = ["start >= ?", "start < ?"], [start, end]
@@ -281,9 +281,9 @@ class Ledger:
         self._usage, self._spent = {}, {}
         self._running = {key: n for key, n in self._running.items() if n}
         writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, batch)
-        writing.add_done_callback(partial(self._written, batch))
+        writing.add_done_callback(partial(self._on_write, batch))
 
-    def _written(self, batch: _Batch, writing: asyncio.Future[list[Any]]) -> None:
+    def _on_write(self, batch: _Batch, writing: asyncio.Future[list[Any]]) -> None:
         """Tell the callers, and go on. What was not written is kept for the next time."""
         self._is_writing = False
         if writing.cancelled():
@@ -330,7 +330,7 @@ class Ledger:
     def _write(self, batch: _Batch) -> list[Any]:
         """Make one transaction. Returns the functions' results, or the CorralErrors that they raise."""
         try:
-            db = self._db = self._db or self._opened()
+            db = self._db = self._db or self._open_database()
             with transaction(db):
                 if batch.usage:
                     db.executemany(_INSERT, [(*row, *sums) for row, sums in batch.usage.items()])
@@ -349,7 +349,7 @@ class Ledger:
                 self._db = None
             raise
 
-    def _opened(self) -> sqlite3.Connection:
+    def _open_database(self) -> sqlite3.Connection:
         path: Path | str = ":memory:"
         if self.folder is not None:
             path = self.folder / _FILE
@@ -429,10 +429,10 @@ def _rows(db: sqlite3.Connection, query: str, values: Sequence[object]) -> list[
 
 
 def roll_up(
-    db: sqlite3.Connection, now: float, kept: Sequence[tuple[int, int, int]] = _KEPT
+    db: sqlite3.Connection, now: float, widths: Sequence[tuple[int, int, int]] = _KEPT
 ) -> None:
-    """Add up rows of one width to rows of the next one: `kept` has both widths, and the age."""
-    for width, wider, keep_s in kept:
+    """Add up rows of one width to rows of the next one: `widths` has both widths, and the age."""
+    for width, wider, keep_s in widths:
         before = int(now - keep_s) // wider * wider
         columns = ", ".join(("key", "model", "endpoint", "batch"))
         db.execute(

@@ -136,7 +136,7 @@ def _result(row: dict[str, Any]) -> dict[str, Any]:
     groups = {name: row.get(column) for name, column in _GROUPS.items()}
     groups["batch"] = None if groups["batch"] is None else bool(groups["batch"])
     counts = {name: _number(row[column]) for name, column in _FIELDS.items()}
-    own = {name: _shown(name, row) for name in COUNTS if name not in _FIELDS.values()}
+    own = {name: _count_or_none(name, row) for name in COUNTS if name not in _FIELDS.values()}
     return {
         "object": "organization.usage.completions.result",
         **counts,
@@ -149,7 +149,7 @@ def _result(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(name: str, row: dict[str, Any]) -> float | None:
+def _count_or_none(name: str, row: dict[str, Any]) -> float | None:
     """A count; None for energy that was not measured."""
     return None if name == "joules" and not row[name] else _number(row[name])
 
@@ -172,5 +172,5 @@ def _csv(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
         start = datetime.fromtimestamp(row["bucket"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         values = [row[name] for name in names]
         shown = [f"'{value}" if str(value).startswith(_FORMULA) else value for value in values]
-        writer.writerow([start, *shown, *(_shown(name, row) for name in COUNTS)])
+        writer.writerow([start, *shown, *(_count_or_none(name, row) for name in COUNTS)])
     return text.getvalue()

@@ -79,7 +79,7 @@ class SpanFile:
 
         entry = {
             "resource": {"attributes": _attributes(spans[0].resource.attributes)},
-            "scopeSpans": [{"scope": {"name": "corral"}, "spans": [*map(_span, spans)]}],
+            "scopeSpans": [{"scope": {"name": "corral"}, "spans": [*map(_span_json, spans)]}],
         }
         with self._path.open("a") as file:
             file.write(json.dumps({"resourceSpans": [entry]}) + "\n")
@@ -91,7 +91,7 @@ class SpanFile:
     def shutdown(self) -> None: ...
 
 
-def _span(span: ReadableSpan) -> dict[str, Any]:
+def _span_json(span: ReadableSpan) -> dict[str, Any]:
     parent = {} if span.parent is None else {"parentSpanId": f"{span.parent.span_id:016x}"}
     return {
         "traceId": f"{span.context.trace_id:032x}",
@@ -106,12 +106,12 @@ def _span(span: ReadableSpan) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _value(value)} for name, value in values.items()]
+    return [{"key": name, "value": _value_json(value)} for name, value in values.items()]
 
 
-def _value(value: Any) -> dict[str, Any]:
+def _value_json(value: Any) -> dict[str, Any]:
     if isinstance(value, tuple | list):
-        return {"arrayValue": {"values": [*map(_value, value)]}}
+        return {"arrayValue": {"values": [*map(_value_json, value)]}}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
@@ -132,7 +132,7 @@ class Telemetry:
         self.tracer: Tracer | None = tracers.get_tracer("corral") if tracers else None
         self.logs_answers, self.logs_bodies = answers, bodies
 
-    def observed(
+    def observe(
         self, caller: Caller, endpoint: str, headers: Mapping[str, str]
     ) -> ObservedRequest | None:
         """The observation of a request that begins; None if nobody wants one."""
@@ -169,7 +169,7 @@ class ObservedRequest:
                 name, context, SpanKind.SERVER, start_time=self._began
             )
 
-    def begun(self, status: int) -> dict[str, str]:
+    def on_start(self, status: int) -> dict[str, str]:
         """Note the status of the answer. Returns the header that names the span, if there is one."""
         self._status = status
         if self.span is None:
@@ -178,13 +178,13 @@ class ObservedRequest:
         ids = f"{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
         return {"traceparent": f"00-{ids}"}
 
-    def received(self, body: Sequence[bytes]) -> None:
+    def on_body(self, body: Sequence[bytes]) -> None:
         """Note that the body is here."""
         self._received = time.monotonic_ns()
         if self._telemetry.logs_bodies:
             self._body = b"".join(body)[:MOST_LOGGED_BYTES].decode(errors="replace")
 
-    def answered(
+    def on_answer(
         self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
     ) -> None:
         """Note the end of an answer, whose request went to an engine at the time `prepared`, by
@@ -215,7 +215,7 @@ class ObservedRequest:
             line["body"] = self._body
         log.info("%s", json.dumps(line))
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         """Note that all was sent, or that the client has left. The span ends, with a child for each stage
         of the last answer. A response in the background goes on behind it."""
         if self.span is None:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 
 class FairSemaphore:
-    """A semaphore for `n_places` at once, of which each client has `most_each` at most, and which have no
-    more than `max_weight` together; one alone may weigh more.
+    """A semaphore for `n_places` at once, of which each client has `most_each` at most. Together they weigh
+    no more than `max_weight`; one alone may weigh more.
 
     The client that has fewest places enters next. Clients that have as many take turns, and each client's
     tasks enter in order. Event loop only.
@@ -64,7 +64,7 @@ class FairSemaphore:
             raise
 
     @asynccontextmanager
-    async def entered(self, client: str) -> AsyncIterator[None]:
+    async def place(self, client: str) -> AsyncIterator[None]:
         await self.enter(client)
         try:
             yield

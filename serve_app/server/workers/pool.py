@@ -26,13 +26,13 @@ from serve_app.base.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.channel.protocol import framed
+from serve_app.channel.protocol import frame_body
 from serve_app.server.http import request_context
 from serve_app.server.model_registry import ModelFile, ModelInfo, Models, NumberedAdapters
 from serve_app.server.workers import wire
 from serve_app.server.workers.fair_semaphore import FairSemaphore
 from serve_app.server.workers.wire import Outcome, Piece, WorkOrder
-from serve_app.server.workers.worker import CPU_S, NO_FILES, NO_PID, PID, Start, forked
+from serve_app.server.workers.worker import CPU_S, NO_FILES, NO_PID, PID, Start, fork_worker
 
 NICENESS = 10
 """The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
@@ -43,12 +43,12 @@ logger = logging.getLogger("corral.ingress")
 T = TypeVar("T")
 
 SMALL_BYTES, QUICK_BYTES = 16 * 2**10, 512 * 2**10
-"""Bodies of more than SMALL_BYTES are read at a lower priority, by workers of their own, as they may well
-end a worker, and in places of their own, as each may take ten times as long as a small one. Bodies of more
-than QUICK_BYTES take a place for slow work from the start."""
+"""Bodies of more than SMALL_BYTES are read at a lower priority. They have workers of their own, as they may
+well end a worker. They have places of their own, as each may take ten times as long as a small one. Bodies
+of more than QUICK_BYTES take a place for slow work from the start."""
 QUICK_S, QUICK_BYTE_S = 0.02, 0.4e-6
-"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES, as
-long prompts and most pictures take. Slower work gets what others leave of the processors, and frees its
+"""CPU seconds of quick work: so many in all, and so many for each byte of the body up to QUICK_BYTES. Long
+prompts and most pictures take no more. Slower work gets what others leave of the processors, and frees its
 place for the next."""
 LEFT_S = 0.05
 """The longest time that a small body whose client has left keeps its worker."""
@@ -107,7 +107,7 @@ class Worker:
         began_s = self.cpu_s()
         try:
             await wire.send(self._writer, job.order, job.pieces)
-            return await wire.received(self._reader, job.result_type)
+            return await wire.receive_outcome(self._reader, job.result_type)
         except (EOFError, ConnectionError, msgspec.MsgspecError) as error:
             if isinstance(error, msgspec.MsgspecError):
                 logger.exception("A worker sent something else than a result.")
@@ -179,16 +179,16 @@ class Zygote:
         self._end: list[Callable[[], object]]  # the last one first
         with theirs:
             if models is None:
-                command = [sys.executable, "-m", forked.__module__, str(theirs.fileno())]
+                command = [sys.executable, "-m", fork_worker.__module__, str(theirs.fileno())]
                 path = os.pathsep.join(filter(None, sys.path))
                 # OpenBLAS's threads would not survive the forks.
                 environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
                 started = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
                 self.pid, self._end = started.pid, [started.wait, started.kill]
             else:
-                pid = self.pid = forked(theirs.fileno(), models)
+                pid = self.pid = fork_worker(theirs.fileno(), models)
                 self._end = [partial(os.waitpid, pid, 0), partial(os.kill, pid, signal.SIGKILL)]
-        self._control.sendall(framed(msgspec.msgpack.encode(start)))
+        self._control.sendall(frame_body(msgspec.msgpack.encode(start)))
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
 
@@ -197,7 +197,7 @@ class Zygote:
         EOFError if the zygote is gone."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._control)
-            refusal = await wire.received(self._reader, None)
+            refusal = await wire.receive_outcome(self._reader, None)
             if isinstance(refusal, CorralError):
                 raise refusal
         ours, theirs = socket.socketpair()
@@ -251,9 +251,8 @@ class WorkerPool:
     """Workers that are forked from one process, which has read the models' vocabularies. Event loop only.
 
     `n_quick` requests with small bodies are worked on at once, and as many with larger ones. `n_slow`
-    places, one for each client, are for very large bodies, for work that takes longer than its size
-    explains, and for bodies that ended a worker. Slow work gets little of the processor. Clients take turns
-    at the places.
+    places, one for each client, are for very large bodies, bodies that ended a worker, and work that takes
+    longer than its size explains. Slow work gets little of the processor. Clients take turns at the places.
     """
 
     def __init__(
@@ -322,12 +321,12 @@ class WorkerPool:
 
     async def _quickly(self, job: _Job) -> Outcome:
         """The result, or the CorralError that the work raised. Raises WorkerDiedError."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             is_small = job.order.n_bytes <= SMALL_BYTES
             places = self._small if is_small else self._larger
-            async with places.entered(job.client):
-                worker = self._taken(not is_small) or await self._fork(is_niced=not is_small)
-                held.enter_context(self._doing(worker, job))
+            async with places.place(job.client):
+                worker = self._take_idle(not is_small) or await self._fork(is_niced=not is_small)
+                stack.enter_context(self._doing(worker, job))
                 try:
                     if await worker.is_quick(_quick_s(job.order.n_bytes)):
                         return worker.doing.result()
@@ -384,7 +383,7 @@ class WorkerPool:
                 worker.end()
                 worker.doing.cancel()
 
-    def _taken(self, is_niced: bool) -> Worker | None:
+    def _take_idle(self, is_niced: bool) -> Worker | None:
         for worker in reversed(self._idle):
             if worker.is_niced == is_niced:
                 self._idle.remove(worker)
@@ -402,7 +401,7 @@ class WorkerPool:
 
     async def _fork(self, is_niced: bool) -> Worker:
         """A new or an idle worker of this kind. A cancelled call's worker is kept for others."""
-        forking = asyncio.ensure_future(self._forked(is_niced))
+        forking = asyncio.ensure_future(self._take_or_fork(is_niced))
         try:
             return await asyncio.shield(forking)
         except asyncio.CancelledError:
@@ -413,9 +412,9 @@ class WorkerPool:
         if not forking.cancelled() and forking.exception() is None:
             self._keep(forking.result())
 
-    async def _forked(self, is_niced: bool) -> Worker:
+    async def _take_or_fork(self, is_niced: bool) -> Worker:
         async with self._forking:
-            if (kept := self._taken(is_niced)) is not None:
+            if (kept := self._take_idle(is_niced)) is not None:
                 return kept
             worker = await self._new()
             if is_niced:

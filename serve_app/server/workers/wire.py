@@ -1,7 +1,7 @@
 """Messages between the ingress and its workers: a length, and then a MessagePack value.
 
 Behind an order, the ingress sends the body as it is: the event loop would copy megabytes at once if it
-joined or encoded them. Workers read what clients send, and may be taken over by it: so nothing is made of
+joined or encoded them. Workers read what clients send, and may be taken over by it. So nothing is made of
 their answers but values of the type that the work returns.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from serve_app.base.errors import CorralError
 from serve_app.channel import msgpack
-from serve_app.channel.protocol import LENGTH_BYTES, framed, length_of
+from serve_app.channel.protocol import LENGTH_BYTES, frame_body, length_of
 from serve_app.server.model_registry import Models, NumberedAdapters
 
 # The event loop copies no more at once.
@@ -76,7 +76,7 @@ def name_of(work: Callable[..., Any]) -> str:
 async def send(writer: asyncio.StreamWriter, order: object, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
-    writer.write(framed(msgpack.packed(order)))
+    writer.write(frame_body(msgpack.pack(order)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
             writer.write(piece[start : start + _STRIDE])
@@ -104,12 +104,12 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 def packed_outcome(outcome: Outcome) -> bytes:
     if isinstance(outcome, CorralError):
-        return framed(msgpack.packed(_PackedOutcome(error=outcome)))
-    value = msgspec.Raw(msgpack.packed(outcome.value))
-    return framed(msgpack.packed(_PackedOutcome(value, outcome.ignored)))
+        return frame_body(msgpack.pack(_PackedOutcome(error=outcome)))
+    value = msgspec.Raw(msgpack.pack(outcome.value))
+    return frame_body(msgpack.pack(_PackedOutcome(value, outcome.ignored)))
 
 
-async def received(reader: asyncio.StreamReader, kind: Any) -> Outcome:
+async def receive_outcome(reader: asyncio.StreamReader, kind: Any) -> Outcome:
     """Event loop: the next result, of this type, or an error. Raises EOFError if the other end is gone,
     and msgspec.MsgspecError if it sends anything else."""
     try:

@@ -42,8 +42,8 @@ logger = logging.getLogger("corral.ingress")
 
 File = bytes | memoryview
 STACK_BYTES = 32 * 2**20
-"""Stack of a worker. llama.cpp's tokenizer takes some 300 bytes of it for each character of a word, with
-the pre-tokenizers that it leaves to `std::regex`; beyond, the process dies."""
+"""Stack of a worker. With the pre-tokenizers that it leaves to `std::regex`, llama.cpp's tokenizer takes
+some 300 bytes for each character of a word. Beyond the stack, the process dies."""
 CPU_S = 5.0
 """CPU seconds that one request may take here; whole seconds count."""
 MAX_BODY_BYTES = 8 * 2**20
@@ -55,7 +55,7 @@ MEMORY_FACTOR = 2
 the largest size takes less than ten times as much everywhere."""
 
 
-def serve(connection: socket.socket, models: Models) -> None:
+def serve_orders(connection: socket.socket, models: Models) -> None:
     """Do what comes over this connection until it ends. Its process does nothing else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ingress, which ends this
     while True:
@@ -65,7 +65,7 @@ def serve(connection: socket.socket, models: Models) -> None:
             data = wire.receive_bytes(connection, order.n_bytes)
         except EOFError:
             return
-        answer = answered(order, models, data)
+        answer = answer_order(order, models, data)
         del order, data
         # So that there is room to send the answer, and for the next order.
         set_limit(resource.RLIMIT_DATA, sys.maxsize)
@@ -75,7 +75,7 @@ def serve(connection: socket.socket, models: Models) -> None:
             return
 
 
-def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
+def answer_order(order: WorkOrder, models: Models, data: bytes) -> bytes:
     """The outcome, packed, which takes memory, too."""
     try:
         n_body = order.n_bytes - sum(n_bytes for _, n_bytes in order.files)
@@ -83,7 +83,7 @@ def answered(order: WorkOrder, models: Models, data: bytes) -> bytes:
         for url, n_bytes in order.files:
             files[url] = memoryview(data)[start : start + n_bytes]
             start += n_bytes
-        with request_model.ignored_fields() as ignored, fetched(files):
+        with request_model.ignored_fields() as ignored, provide_files(files):
             work: Work = pkgutil.resolve_name(order.work)
             body = request_model.body_for(work, data[:n_body])
             value = work(wire.with_adapters(models, order.adapters), body)
@@ -102,7 +102,7 @@ _files: ContextVar[Mapping[str, File]] = ContextVar("files", default=NO_FILES)
 
 
 @contextmanager
-def fetched(files: Mapping[str, File]) -> Iterator[None]:
+def provide_files(files: Mapping[str, File]) -> Iterator[None]:
     """Within this, `files_at_hand` are these, which were fetched for the present body."""
     token = _files.set(files)
     try:
@@ -159,7 +159,7 @@ ENCODINGS = ("gzip", "x-gzip", "deflate")
 _GZIP_OR_ZLIB, _RAW = 32 + zlib.MAX_WBITS, -zlib.MAX_WBITS
 
 
-def inflated(models: Models, body: bytes) -> bytes:
+def inflate(models: Models, body: bytes) -> bytes:
     """A body that was compressed as gzip, zlib or raw deflate. Runs in a worker. Raises InvalidRequestError
     for other bytes, and RequestTooLargeError for more than a body may have, as soon as there is more."""
     with more_memory(2 * MAX_BODY_BYTES):
@@ -208,7 +208,7 @@ def _shorten_slices() -> None:
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
-def forked(fd: int, opened: Models) -> int:
+def fork_worker(fd: int, opened: Models) -> int:
     """The id of a process forked from the ingress, which has read these models. It runs `main`."""
     gc.freeze()  # so that neither process copies what is there now
     if pid := os.fork():
@@ -276,7 +276,7 @@ def _fork(control: socket.socket, connection: socket.socket, models: dict[str, M
             return
         control.close()
         try:
-            serve(connection, models)
+            serve_orders(connection, models)
         except BaseException:
             logger.exception("A worker failed.")
             os._exit(1)

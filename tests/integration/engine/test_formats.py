@@ -113,7 +113,7 @@ async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(k_quant
     assert texts[0][:1] == texts[1][:1] == texts[2][:1]
     plan = choose(path, EngineOptions(**OPTIONS, profile_limit_s=0.5))
     assert plan.kernels.backend == "llama.cpp"
-    assert " s for a request, with 1 and 2 at once; " in plan.why
+    assert "a request with 1 and 2 at once takes " in plan.why
 
 
 def test_what_llama_cpp_would_refuse_is_refused_before() -> None:

@@ -120,7 +120,7 @@ def stack_limit(models: Models, body: bytes) -> int:
 
 def see(models: Models, body: bytes) -> tuple[int, int, int]:
     """Width, height and bytes of the picture that the body is."""
-    found = decoder.decoded(body, "it", "messages")
+    found = decoder.decode_picture(body, "it", "messages")
     return found.width, found.height, len(found.pixels)
 
 

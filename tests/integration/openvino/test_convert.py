@@ -31,8 +31,8 @@ from tests.integration.openvino.random_models import Made
 ASK = """
 import sys
 from pathlib import Path
-from serve_app.openvino.convert import converted
-from serve_app.openvino.convert import ConvertedModels
+from serve_app.kernels.openvino.convert import converted
+from serve_app.kernels.openvino.convert import ConvertedModels
 print(converted([Path(sys.argv[1])], b"a" * 16, ConvertedModels(Path(sys.argv[2]))), flush=True)
 """
 

@@ -241,10 +241,10 @@ def test_a_killed_download_goes_on_with_the_next_file(hub: Hub, downloads: Downl
     program = f"""
 from functools import partial
 from pathlib import Path
-from serve_app.application.resolving import resolve
+from serve_app.run.resolving import resolve
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
-from serve_app.progress import nowhere
+from serve_app.base.progress import nowhere
 from serve_app.store.models import locate
 folder = Path({str(downloads.folder)!r})
 locate(ModelSource(repo="owner/name:Q8_0"), DownloadsConfig(folder=folder), nowhere)

@@ -150,9 +150,9 @@ def test_who_has_ended_is_no_work_any_more() -> None:
     alone_s = router[0].forecast(prompt(2, [], 64), 0.0).ttft_s
     send(router, asked)
     assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s > alone_s
-    router.ended(0, asked.group)
-    router.ended(0, asked.group)
-    router.ended(7, "unknown")
+    router.on_end(0, asked.group)
+    router.on_end(0, asked.group)
+    router.on_end(7, "unknown")
     assert router[0].forecast(prompt(2, [], 64), 0.0).ttft_s == pytest.approx(alone_s)
     assert router[0].forecast(prompt(2, SYSTEM), 0.0).missing == 32
 
@@ -160,8 +160,8 @@ def test_who_has_ended_is_no_work_any_more() -> None:
 def test_a_request_that_went_elsewhere_is_counted_there() -> None:
     router, asked = fleet(holding(SYSTEM), IDLE), prompt(1, SYSTEM)
     assert send(router, asked) == 0
-    router.went(1, asked.key, 0.0)
-    router.went(1, 999, 0.0)
+    router.on_send(1, asked.key, 0.0)
+    router.on_send(1, 999, 0.0)
     assert (set(router[0].sent), set(router[1].sent)) == (set(), {asked.key})
     assert router[1].forecast(prompt(2, SYSTEM), 0.0).missing == 32
 

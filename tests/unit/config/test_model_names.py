@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.base.errors import ConfigError
 from serve_app.config import model_names as names
-from serve_app.config.model_names import HubName, chosen, parts_of, projector
+from serve_app.config.model_names import HubName, choose_files, parts_of, projector
 
 FILES = (
     "README.md",
@@ -34,14 +34,14 @@ REPO = "Qwen/Qwen3-4B-GGUF"
     ],
 )
 def test_a_name_is_read(text: str, name: HubName) -> None:
-    assert names.parse(text) == name
-    assert names.parse(str(name)) == name
+    assert names.parse_hub_name(text) == name
+    assert names.parse_hub_name(str(name)) == name
 
 
 @pytest.mark.parametrize("text", ["qwen", "a/b/c", f"{REPO}@a:Q4_0@b", "a/b:", "a b/c", "/a/b"])
 def test_what_is_no_name_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not the name of a Hugging Face repository"):
-        names.parse(text)
+        names.parse_hub_name(text)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,13 @@ def test_what_is_no_name_is_refused(text: str) -> None:
     ],
 )
 def test_a_choice_means_all_files_of_a_model(choice: str | None, files: tuple[str, ...]) -> None:
-    assert chosen(FILES, HubName(REPO, choice)) == files
+    assert choose_files(FILES, HubName(REPO, choice)) == files
 
 
 def test_the_only_file_needs_no_choice() -> None:
-    assert chosen(["x/odd-name.gguf", "mmproj-x.gguf"], HubName("a/b")) == ("x/odd-name.gguf",)
+    assert choose_files(["x/odd-name.gguf", "mmproj-x.gguf"], HubName("a/b")) == (
+        "x/odd-name.gguf",
+    )
 
 
 EYES = ("mmproj-F32.gguf", "mmproj-model-f16.gguf", "big/mmproj-F16.gguf", "big/a-Q4_0.gguf")
@@ -118,4 +120,4 @@ def test_what_a_repository_has_not_is_refused(
     files: tuple[str, ...], choice: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        chosen(files, HubName("a/b", choice))
+        choose_files(files, HubName("a/b", choice))

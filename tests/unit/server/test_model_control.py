@@ -36,7 +36,7 @@ def served(model_id: str, *aliases: str) -> ServedModel:
 class Scene:
     """A server with one configured model, `m`, whose file is of this machine."""
 
-    configured: Sequence[Any] = ()
+    configured_models: Sequence[Any] = ()
 
     def __init__(self, folder: Path, app: str | None = None) -> None:
         self.folder, self.app = folder, app

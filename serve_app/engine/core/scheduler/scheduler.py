@@ -240,8 +240,7 @@ class Scheduler:
         for n in range(1, len(behind) + 1):
             together = [*decoding, *behind[:n]]
             n_rows = len(together) if self._mixed else _span(together)
-            sampling_s = sum(seq.sampling_cost.token_s for seq in behind[:n])
-            if self.costs.decode_s(n_rows, n_past) + sampling_s <= most_s:
+            if self.costs.decode_s(n_rows, n_past) <= most_s:
                 n_free = n
         return behind[:n_free]
 
@@ -356,8 +355,7 @@ class Scheduler:
         prompts = self._ready_prompts
         if not prompts:
             return []
-        sample_s = sum(map(_sample_s, chain(*decoding)))
-        decode_s = spent_s = sample_s + sum(self._batch_s(turns) for turns in decoding)
+        decode_s = spent_s = sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._budget.is_bounded and bool(self.costs)
         bounded &= bool(decoding) or self._others_stream or self._in_background
@@ -381,7 +379,7 @@ class Scheduler:
                 left_scored -= n_rows
             if bounded:
                 n_beside = n_decoding + self._n_batch - left if self._mixed else 0
-                beside_s = sample_s if self._mixed else spent_s
+                beside_s = 0.0 if self._mixed else spent_s
                 n_rows = self._chunk(n_rows, n_beside, depth, within_s, beside_s)
             if bounded and sequence.unscored:  # their logits take as long again at most
                 n_rows = -(-n_rows // 2)
@@ -399,8 +397,7 @@ class Scheduler:
             left -= n_rows
             if left <= 0:
                 break
-            sample_s += _sample_s(turns[-1])
-            spent_s += self.costs.prefill_s(n_rows, depth) + _sample_s(turns[-1])
+            spent_s += self.costs.prefill_s(n_rows, depth)
         return turns
 
     def _chunk(
@@ -450,10 +447,3 @@ def _in_fair_parts(prompts: list[Sequence], n_slots: Mapping[str, int]) -> list[
 def _span(sequences: Iterable[Sequence]) -> int:
     slots = [sequence.slot_id for sequence in sequences]
     return max(slots) - min(slots) + 1
-
-
-def _sample_s(turn: SequenceRows) -> float:
-    """Seconds that picking tokens behind these rows takes, if the drafted ones are right."""
-    if turn.n_rows < turn.sequence.n_pending:
-        return 0.0
-    return (1 + len(turn.draft)) * turn.sequence.sampling_cost.token_s

@@ -12,8 +12,8 @@ MOST_MORE_MIB = 8
 WORK = """
 import json, re, sys
 from pathlib import Path
-from serve_app.ingress.batch.journal import BatchJournal, LineResult, line_of
-from serve_app.ingress.batch.preparation import lines
+from serve_app.apis.batches.journal import BatchJournal, LineResult, line_of
+from serve_app.apis.batches.preparation import lines
 
 folder, n_lines = Path(sys.argv[1]), int(sys.argv[2])
 body = {"prompt": "x" * 200, "max_tokens": 8}
@@ -26,7 +26,7 @@ while chunk := run.next_chunk():
     checked = lines({}, b"/v1/completions\\n" + chunk.data) if chunk.data else []
     assert run.note(chunk, checked) == []
 last = None
-while page := run.unanswered(64, last):
+while page := run.unanswered_lines(64, last):
     run.write([LineResult(one.n, True, line_of(one.custom_id, {"text": "y" * 200})) for one in page])
     last = page[-1]
 assert run.counts() == (n_lines, n_lines, 0)

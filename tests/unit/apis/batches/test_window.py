@@ -91,8 +91,8 @@ async def test_who_leaves_while_waiting_takes_no_place() -> None:
 
 def test_the_best_pace_so_far_says_whether_it_will_be_in_time() -> None:
     pace = BatchPace(now=0.0, deadline=1000.0, n_left=101)
-    pace.answered(1, 10.0)
-    pace.answered(10, 20.0)
+    pace.on_answers(1, 10.0)
+    pace.on_answers(10, 20.0)
     assert not pace.runs_out(300.0), "90 lines take 135 s with the margin"
     assert not pace.runs_out(864.0)
     assert pace.runs_out(870.0)
@@ -100,10 +100,10 @@ def test_the_best_pace_so_far_says_whether_it_will_be_in_time() -> None:
 
 def test_a_batch_that_catches_up_is_in_no_hurry_any_more() -> None:
     pace = BatchPace(now=0.0, deadline=1000.0, n_left=101)
-    pace.answered(1, 10.0)
+    pace.on_answers(1, 10.0)
     assert not pace.runs_out(249.0), "its time has only begun"
     assert pace.runs_out(251.0)
-    pace.answered(50, 260.0)
+    pace.on_answers(50, 260.0)
     assert not pace.runs_out(270.0)
 
 
@@ -115,6 +115,6 @@ def test_without_a_pace_it_waits_for_half_of_its_time() -> None:
 
 def test_in_the_last_tenth_it_is_in_a_hurry_all_the_same() -> None:
     pace = BatchPace(now=0.0, deadline=1000.0, n_left=200)
-    pace.answered(100, 10.0)
+    pace.on_answers(100, 10.0)
     assert not pace.runs_out(899.0)
     assert pace.runs_out(901.0)

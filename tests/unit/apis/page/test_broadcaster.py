@@ -74,7 +74,7 @@ async def test_models_on_demand_say_whether_they_are_loaded(models: dict[str, Se
         name: replace(models["m"], id=name, is_on_demand=on_demand)
         for name, on_demand in (("asked", True), ("always", False))
     }
-    assert Broadcaster(found)._loaded() == {"asked": {"loaded": True}}
+    assert Broadcaster(found)._load_states() == {"asked": {"loaded": True}}
 
 
 async def test_of_too_many_viewers_the_first_of_who_has_most_is_told_no_more(

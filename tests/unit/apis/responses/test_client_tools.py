@@ -13,9 +13,9 @@ from serve_app.apis.responses.items import (
     MOST_REASONING_BYTES,
     AnyItem,
     Items,
-    opened,
     reasoning_fields,
     turns,
+    unseal,
 )
 from serve_app.apis.responses.tools import CustomTextTool, NamespaceTool, functions
 from tests.unit.apis.responses.test_routes import TOOL, answer, asked, streamed
@@ -218,7 +218,7 @@ async def test_reasoning_is_an_item(client: httpx.AsyncClient, thinking: None) -
     assert reasoning["type"] == "reasoning"
     assert reasoning["summary"] == []
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
-    assert opened(reasoning["encrypted_content"]) == "Hm, so."
+    assert unseal(reasoning["encrypted_content"]) == "Hm, so."
     # A token of this tokenizer is a byte; the script's end says that there were two.
     assert body["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 
@@ -280,7 +280,7 @@ async def test_reasoning_of_a_kept_response_comes_back(
 
 
 def test_what_another_server_has_sealed_stays_closed() -> None:
-    assert opened("gAAAAABo") == ""
-    assert opened("corral-reasoning-1:!!") == ""
+    assert unseal("gAAAAABo") == ""
+    assert unseal("corral-reasoning-1:!!") == ""
     sealed = reasoning_fields("a" * (MOST_REASONING_BYTES + 1), is_sealed=True)
-    assert len(opened(sealed["encrypted_content"])) == MOST_REASONING_BYTES
+    assert len(unseal(sealed["encrypted_content"])) == MOST_REASONING_BYTES

@@ -574,7 +574,7 @@ async def test_long_logs_are_read_in_chunks_one_between_turns_of_the_event_loop(
     engine.script = [TokenDelta(character, (1,)) for character in "long" * 50] + HELLO[-1:]
     maker, other = (Ingress(shared, engine, access) for _ in range(2))
     response = await posted(maker)
-    turns, read_at, unpacked = itertools.count(), list[int](), store.unpacked
+    turns, read_at, unpacked = itertools.count(), list[int](), store.unpack_events
     turn = 0
 
     def noted(chunk: bytes) -> list[Event]:
@@ -586,7 +586,7 @@ async def test_long_logs_are_read_in_chunks_one_between_turns_of_the_event_loop(
         for turn in turns:  # noqa: B007
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(background, "unpacked", noted)
+    monkeypatch.setattr(background, "unpack_events", noted)
     taking = asyncio.create_task(take_turns())
     asked = (got(other, response["id"], stream=True) for _ in range(2))
     streams = [named_events(answer) for answer in await asyncio.gather(*asked)]

@@ -14,8 +14,8 @@ from serve_app.apis.responses.store import (
     Owner,
     Store,
     StoredResponse,
-    packed,
-    unpacked,
+    pack_events,
+    unpack_events,
 )
 from serve_app.base.errors import EngineFailedError, KeyLimitError, RateLimitError
 from serve_app.base.types import TokenDelta
@@ -53,12 +53,12 @@ def said(text: str) -> Event:
 def append(response_id: str, *entries: Event, first: int = 0) -> LogAppend:
     """Each entry is a chunk of its own."""
     ended = bool(entries) and entries[-1].is_last
-    chunks = [chunk for entry in entries for chunk in packed([entry])]
+    chunks = [chunk for entry in entries for chunk in pack_events([entry])]
     return LogAppend(response_id, first, chunks, ended)
 
 
 def entries(stored: StoredResponse) -> list[Event]:
-    return [entry for chunk in stored.chunks for entry in unpacked(chunk)]
+    return [entry for chunk in stored.chunks for entry in unpack_events(chunk)]
 
 
 async def put(store: Store, response_id: str, owner: Owner, n_bytes: int = 10) -> None:
@@ -208,4 +208,4 @@ async def test_a_response_that_comes_twice_is_kept_once(store: Store) -> None:
     found = await store.find("a", "ann")
     assert found is not None
     assert entries(found) == [said("x")]
-    assert store._bytes == {"ann": len(b"request") + len(packed([said("x")])[0])}
+    assert store._bytes == {"ann": len(b"request") + len(pack_events([said("x")])[0])}

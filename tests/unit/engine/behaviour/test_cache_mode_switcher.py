@@ -1,4 +1,4 @@
-"""The kind of cache changes when the traffic says so: before streams, between them, at rest; or never."""
+"""The kind of cache changes when the traffic says so: between the tokens of streams, at rest; or never."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def changing(backend: FakeBackend, own: Profile = SLOW, other: Profile = FAST) -
     return backend
 
 
-def said(prompts: list[str], backend: FakeBackend, n: int = 8) -> list[list[int]]:
+def said(prompts: list[str], backend: FakeBackend, n: int = 80) -> list[list[int]]:
     with running(backend, LARGE) as engine:
         inboxes = start(
             engine, *(request(str(i), text, max_tokens=n) for i, text in enumerate(prompts))
@@ -58,10 +58,10 @@ def said(prompts: list[str], backend: FakeBackend, n: int = 8) -> list[list[int]
         return [inbox.token_ids for inbox in inboxes]
 
 
-def test_many_that_begin_alike_change_the_cache_before_they_stream() -> None:
+def test_many_that_begin_alike_change_the_cache_while_they_stream() -> None:
     backend = changing(FakeBackend(endless, n_slots=4))
     prompts = [SYSTEM + letter for letter in "abcd"]
-    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert said(prompts, backend) == [continuation(text.encode(), 80) for text in prompts]
     assert backend.mode == UNIFIED
     assert "by the traffic" in backend.mode_reason
 
@@ -71,14 +71,14 @@ def test_without_another_kind_that_is_better_nothing_changes(other: Profile | No
     backend = changing(FakeBackend(endless, n_slots=4))
     backend.other = None if other is None else (UNIFIED, other)
     prompts = [SYSTEM + letter for letter in "abcd"]
-    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert said(prompts, backend) == [continuation(text.encode(), 80) for text in prompts]
     assert backend.mode == SPLIT
 
 
 def test_a_model_that_forgets_never_changes() -> None:
     backend = changing(FakeBackend(endless, n_slots=4, forgets=True))
     prompts = [SYSTEM + letter for letter in "abcd"]
-    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert said(prompts, backend) == [continuation(text.encode(), 80) for text in prompts]
     assert backend.mode == SPLIT
 
 
@@ -213,17 +213,18 @@ def test_it_changes_back() -> None:
     backend = changing(FakeBackend(endless, n_slots=4))
     prompts = [SYSTEM + letter for letter in "abcd"]
     with running(backend, LARGE) as engine:
-        for inbox in start(engine, *(request(text, text, max_tokens=8) for text in prompts)):
+        for inbox in start(engine, *(request(text, text, max_tokens=80) for text in prompts)):
             inbox.wait()
         assert backend.mode == UNIFIED
         change = engine.core.guest(CacheModeSwitcher)
         change._not_before = 0.0
         change._traffic = Traffic((UNIFIED, CostModel(SLOW)), (SPLIT, FAST))
         backend.other = SPLIT, FAST
-        inboxes = start(engine, *(request(f"{text} again", f"{text} again") for text in prompts))
+        again = [request(f"{text} again", f"{text} again", max_tokens=80) for text in prompts]
+        inboxes = start(engine, *again)
         for inbox, text in zip(inboxes, prompts, strict=True):
             inbox.wait()
-            assert inbox.token_ids == continuation(f"{text} again".encode(), 4)
+            assert inbox.token_ids == continuation(f"{text} again".encode(), 80)
         assert backend.mode == SPLIT
 
 
@@ -234,5 +235,5 @@ def test_a_change_that_finds_no_memory_is_the_last_one() -> None:
 
     backend = changing(Cramped(endless, n_slots=4))
     prompts = [SYSTEM + letter for letter in "abcd"]
-    assert said(prompts, backend) == [continuation(text.encode(), 8) for text in prompts]
+    assert said(prompts, backend) == [continuation(text.encode(), 80) for text in prompts]
     assert backend.mode == SPLIT

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from serve_app.engine import Engine, EngineClosedError, EngineFailedError, FinishReason
+from serve_app.engine.costs.cost_model import Profile
 from tests.unit.engine.harness import (
     PATIENCE_S,
     SteppedBackend,
@@ -94,3 +95,17 @@ def test_closed_engine_leaves_no_thread() -> None:
     with pytest.raises(EngineClosedError):
         start(engine, request("b"))
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(("step_s", "is_kept"), [(30.0, True), (10.0, False)])
+def test_what_was_learned_in_some_time_is_kept_for_the_next_start(
+    step_s: float, is_kept: bool
+) -> None:
+    """A profile that was made beside other programs, and batches that take no time."""
+    backend = WatchedBackend(n_slots=1)
+    backend.profile = Profile({1: 1.0}, {1: 1.0}, share=0.3)
+    with running(backend) as engine:
+        ask(engine, request("a"))
+        engine.core.counts.step_s = step_s
+    assert (backend.profile.share == 1.0) == is_kept
+    assert (backend.profile.decode_s[1] < 1.0) == is_kept

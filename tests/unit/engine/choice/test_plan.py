@@ -89,17 +89,6 @@ def test_what_other_programs_disturbed_or_has_no_name_is_not_kept(
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_other_kind_of_cache_has_its_own_profile() -> None:
-    assert CACHE.other is not None
-    turned = CACHE.turned("learned")
-    mode, profile = CACHE.other
-    assert turned == replace(
-        CACHE, mode=mode, reason="learned", profile=profile, other=(CACHE.mode, CACHE.profile)
-    )
-    with pytest.raises(ValueError, match="no other mode"):
-        replace(CACHE, other=None).turned("learned")
-
-
 @pytest.mark.parametrize(
     "changed",
     [

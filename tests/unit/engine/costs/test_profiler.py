@@ -362,21 +362,3 @@ def test_without_time_one_batch_of_a_paged_cache_tells() -> None:
     depth = paged_depth(cache, PAGED, 1024, 0.0, Clocks(wall=cache.clock))
     assert depth.decode_s == pytest.approx({1: 0.01024})
     assert cache.length == 0
-
-
-def test_sizes_for_which_a_load_leaves_no_time_are_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
-    machine = Shared(lambda: 0.3)
-    made = Profiler(machine, n_slots=16, n_ctx_slot=2048, n_batch=512, clocks=machine.clocks)
-    in_turns([made], 4)
-    n_before = machine.n_batches
-    made.rest(1)
-    assert machine.n_batches < n_before + 10
-    whole, calm = made.profile, measured(Machine(16, 2048, 512), 60)
-    assert {2, 8, 16} <= set(whole.decode_s)
-    assert {8, 128, 512} <= set(whole.prefill_s)
-    assert whole.prefill_s[512] == pytest.approx(calm.prefill_s[512], rel=0.35)
-    assert not CostModel(calm).worth_a_trial
-    assert ("prefill", 512) in CostModel(whole).worth_a_trial

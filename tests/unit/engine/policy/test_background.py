@@ -67,7 +67,7 @@ def test_texts_are_raised_by_the_share_of_slots() -> None:
         (people, "m", False),
     ):
         text = sequence(client, background=True)
-        assert rank(live, 8).next_texts([text], 4) == [text]
+        assert rank(live, 8).next_texts([text], 4, live) == [text]
         assert text.is_behind != is_raised
 
 

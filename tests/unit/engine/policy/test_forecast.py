@@ -31,12 +31,6 @@ def test_prompts_and_answers_take_what_was_measured() -> None:
     assert seconds(backlog, waiting(1, 5000)) == pytest.approx(128 * 0.02)
 
 
-def test_what_sampling_takes_comes_on_top() -> None:
-    dear = waiting(101, 50)
-    dear.sampling_cost.observe(1, 0.03)
-    assert seconds(Backlog(COSTS, n_slots=4), dear) == pytest.approx(0.5 + 50 * (0.02 + 0.03))
-
-
 def test_it_learns_how_long_answers_are() -> None:
     backlog = Backlog(COSTS, n_slots=4)
     for _ in range(100):

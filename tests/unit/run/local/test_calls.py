@@ -21,7 +21,7 @@ from serve_app.base.types import (
     RequestRecord,
     SlotAction,
 )
-from serve_app.channel.protocol import Address, framed
+from serve_app.channel.protocol import Address, frame_body
 from serve_app.config.sources import AdapterConfig, ModelSource
 from serve_app.run.local.calls import Connection, packed, unpacked
 
@@ -136,7 +136,7 @@ async def test_calls_fail_when_the_process_is_lost(pair: Callable[[], Any]) -> N
 @pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode([0, "no_such_method", []])])
 async def test_what_is_no_message_ends_the_connection(body: bytes, pair: Callable[[], Any]) -> None:
     client, server, _ = await pair()
-    client._transport.write(framed(body))
+    client._transport.write(frame_body(body))
     async with asyncio.timeout(PATIENCE_S):
         while not server._transport.is_closing():  # noqa: ASYNC110
             await asyncio.sleep(0)

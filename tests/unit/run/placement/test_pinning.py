@@ -198,8 +198,8 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from serve_app.placement.pinning import take
-from serve_app.placement.machine import PhysicalCore, Topology
+from serve_app.run.placement.pinning import take
+from serve_app.run.placement.machine import PhysicalCore, Topology
 
 machine = Topology(tuple(PhysicalCore((cpu,), None) for cpu in range(8)))
 print("ready", flush=True)
@@ -328,8 +328,8 @@ def test_cores_that_the_kernel_refuses_are_given_back(
 PINNED_PROGRAM = """
 import os, sys, threading
 from pathlib import Path
-from serve_app.placement.machine import read
-from serve_app.placement.pinning import pin
+from serve_app.run.placement.machine import read
+from serve_app.run.placement.pinning import pin
 
 masks, mine = [], os.sched_getaffinity(0)
 settled = threading.Event()

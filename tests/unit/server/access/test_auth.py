@@ -95,8 +95,8 @@ async def test_while_changed_keys_are_read_the_event_loop_goes_on(
 ) -> None:
     client = connect(IngressConfig(api_key_file=keys))
     assert (await client.get("/v1/models", headers=bearer(ANA))).status_code == 200
-    read, go_on = api_keys.read, threading.Event()
-    monkeypatch.setattr(api_keys, "read", lambda path: read(path) if go_on.wait(30) else [])
+    read, go_on = api_keys.read_keys, threading.Event()
+    monkeypatch.setattr(api_keys, "read_keys", lambda path: read(path) if go_on.wait(30) else [])
     keys.write_text(yaml.safe_dump({"keys": [{"name": "ben", "key": BEN}]}))  # noqa: ASYNC240
     asking = [asyncio.create_task(client.get("/v1/models", headers=bearer(k))) for k in (ANA, BEN)]
     assert (await client.get("/health")).status_code == 200

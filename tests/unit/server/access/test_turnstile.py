@@ -154,7 +154,7 @@ def fill(requests: OpenRequests, held: ExitStack, client: str) -> int:
     n = 0
     with suppress(RateLimitError):
         while n <= requests.limit:
-            held.enter_context(requests.entered(client))
+            held.enter_context(requests.count(client))
             n += 1
     return n
 
@@ -175,9 +175,9 @@ def test_a_newcomer_finds_a_place_until_none_is_left() -> None:
     with ExitStack() as held:
         assert fill(requests, held, "greedy") == 7
         for number in range(1):
-            held.enter_context(requests.entered(f"newcomer {number}"))
+            held.enter_context(requests.count(f"newcomer {number}"))
         with pytest.raises(RateLimitError, match=r"0 open requests.* 8 of at most 8") as told:
-            held.enter_context(requests.entered("too late"))
+            held.enter_context(requests.count("too late"))
         assert told.value.retry_after_s == 1
 
 

@@ -25,7 +25,7 @@ from serve_app.base.types import (
     TokenDelta,
     Usage,
 )
-from serve_app.server.answering.failover import retried, unbroken
+from serve_app.server.answering.failover import retry, unbroken
 
 TEXT = "hello world"
 END = SequenceEnd(FinishReason.STOP, Usage(1, len(TEXT), 0), Timings(0, 0, 0))
@@ -200,10 +200,10 @@ async def test_what_has_no_stream_is_asked_for_again(n_lost: int, n_asked: int) 
         return 5
 
     if n_lost < n_asked:
-        assert await retried(attempt, NO_PAUSES) == 5
+        assert await retry(attempt, NO_PAUSES) == 5
     else:
         with pytest.raises(EngineFailedError):
-            await retried(attempt, NO_PAUSES)
+            await retry(attempt, NO_PAUSES)
     assert len(asked) == n_asked
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from serve_app.base.errors import InvalidRequestError
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access.auth import MOST_IGNORED
-from serve_app.server.http.request_model import RequestModel, ignored_fields, parsed
+from serve_app.server.http.request_model import RequestModel, ignored_fields, parse_body
 from serve_app.server.model_registry import ServedModel
 from tests.doubles.api import build_api
 from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
@@ -47,18 +47,18 @@ class Body(RequestModel):
 )
 def test_what_has_a_meaning_and_is_not_there_is_named_once(body: bytes, ignored: list[str]) -> None:
     with ignored_fields() as found:
-        parsed(Body, body)
+        parse_body(Body, body)
     assert found == ignored
 
 
 def test_nothing_reads_what_is_ignored() -> None:
-    read = parsed(Body, b'{"a": 1, "parts": [{"text": "b", "y": 1}]}')
+    read = parse_body(Body, b'{"a": 1, "parts": [{"text": "b", "y": 1}]}')
     assert read.model_dump(exclude_unset=True) == {"parts": [{"text": "b"}]}
 
 
 def test_what_must_not_be_lost_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="'audio' is not supported, except as null"):
-        parsed(Body, b'{"audio": {}}')
+        parse_body(Body, b'{"audio": {}}')
 
 
 def connected(engine: ScriptedEngine, *, strict: bool) -> httpx.AsyncClient:

@@ -14,7 +14,7 @@ from serve_app.server.http import sse
 def test_integers_of_any_size(number: int) -> None:
     """A model may write them as an argument of a call."""
     body = {"arguments": {"id": number, "é": "\u2028"}}
-    assert json.loads(sse.encoded(body)) == body
+    assert json.loads(sse.encode_json(body)) == body
     line = sse.one_line(body)
     assert json.loads(line) == body
     assert "\u2028".encode() not in line

@@ -196,7 +196,7 @@ async def test_the_engine_counts_the_tokens_of_pictures() -> None:
 
 @pytest.mark.parametrize("kind", decoder.FORMATS)
 def test_every_format_is_read(kind: str) -> None:
-    found = decoder.decoded(file_of(BLUE, (16, 16), kind), "it", "messages")
+    found = decoder.decode_picture(file_of(BLUE, (16, 16), kind), "it", "messages")
     assert (found.width, found.height) == (16, 16)
     assert all(abs(a - b) < 9 for a, b in zip(found.pixels[:3], BLUE, strict=True))
 
@@ -208,17 +208,17 @@ def test_a_photo_is_turned_as_it_says_and_shrunk() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # its right side is up
     image.save(made, "JPEG", exif=exif)
-    found = decoder.decoded(made.getvalue(), "it", "messages")
+    found = decoder.decode_picture(made.getvalue(), "it", "messages")
     assert (found.width, found.height) == (decoder.MAX_SIDE // 2, decoder.MAX_SIDE)
     assert found.pixels[2] > 200 > 50 > found.pixels[0]
     assert found.pixels[-3] > 200 > 50 > found.pixels[-1]
 
 
 def test_the_same_pixels_have_the_same_key_in_any_file() -> None:
-    one, other = (decoder.decoded(file_of(kind=k), "it", "m") for k in ("PNG", "BMP"))
+    one, other = (decoder.decode_picture(file_of(kind=k), "it", "m") for k in ("PNG", "BMP"))
     assert one == other
-    assert one.key != decoder.decoded(file_of(BLUE), "it", "m").key
-    assert one.key != decoder.decoded(file_of(size=(6, 8)), "it", "m").key
+    assert one.key != decoder.decode_picture(file_of(BLUE), "it", "m").key
+    assert one.key != decoder.decode_picture(file_of(size=(6, 8)), "it", "m").key
 
 
 def noise() -> bytes:
@@ -257,7 +257,7 @@ def bomb(side: int) -> bytes:
 )
 def test_what_is_no_picture_is_refused(given: str, told: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^it: ({told})"):
-        decoder.decoded(decoder.from_url(given, "it", "messages"), "it", "messages")
+        decoder.decode_picture(decoder.from_url(given, "it", "messages"), "it", "messages")
 
 
 def test_there_are_bounds_on_all_together(monkeypatch: pytest.MonkeyPatch) -> None:

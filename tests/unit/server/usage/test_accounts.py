@@ -98,7 +98,7 @@ async def test_tokens_count_for_a_minute() -> None:
     clock.now += 10
     assert await refused(own, 30) == 50
     first = await reserve(own, 10)
-    first.generated(20)  # more than there are
+    first.charge(20)  # more than there are
     first.settle()
     assert await refused(own, 1) == 50
     clock.now += 49.5
@@ -112,7 +112,7 @@ async def test_an_answer_is_reserved_and_what_it_does_not_need_is_free_again() -
     own = account(tokens_per_minute=100)
     reservation = await reserve(own, 10, 50)
     await refused(own, 10, 50)
-    reservation.generated(20)
+    reservation.charge(20)
     await refused(own, 10, 50)
     reservation.settle()
     reservation.settle()
@@ -125,7 +125,7 @@ async def test_an_answer_without_a_bound_is_taken_to_be_as_long_as_others_before
     own = account(tokens_per_minute=10_000)
     for _ in range(80):
         reservation = await own.reserve(0, 1, None, background=False)
-        reservation.generated(16)
+        reservation.charge(16)
         reservation.settle()
     assert (
         await own.ledger.call(lambda db: db.execute("SELECT SUM(amount) FROM spent").fetchone()[0])
@@ -214,7 +214,7 @@ async def test_two_ingresses_hold_a_budget_together(tmp_path: Path) -> None:
         n_tokens = 0
         for end in [entry for entry in running if entry[0] <= clock.now]:
             running.remove(end)
-            end[2].generated(end[1])
+            end[2].charge(end[1])
             end[2].settle()
             n_tokens += end[1]
         for client, at in enumerate(free_at):
@@ -269,7 +269,7 @@ async def test_without_limits_nothing_is_refused() -> None:
     own = account()
     for _ in range(100):
         await own.enter()
-        (await reserve(own, 10**6)).generated(10**6)
+        (await reserve(own, 10**6)).charge(10**6)
 
 
 def caller(**limits: Any) -> Caller:
@@ -364,7 +364,7 @@ async def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
     clock = Clock()
     ana, ben = account(clock), account(clock)
     await ana.enter()
-    ana.refused()
+    ana.on_refusal()
     with pytest.raises(NoRoomError) as error:
         await ana.enter()
     assert error.value.retry_after_s == RETRY_S
@@ -377,13 +377,13 @@ async def test_who_was_refused_is_refused_at_once_until_it_has_waited() -> None:
 async def test_after_a_refusal_one_at_a_time_tries_until_one_is_served() -> None:
     clock = Clock()
     ana = account(clock)
-    ana.refused()
+    ana.on_refusal()
     for _ in range(3):
         clock.now += RETRY_S
         await ana.enter()
         with pytest.raises(NoRoomError):
             await ana.enter()
-    ana.served()
+    ana.on_success()
     await ana.enter()
     await ana.enter()
 
@@ -391,7 +391,7 @@ async def test_after_a_refusal_one_at_a_time_tries_until_one_is_served() -> None
 async def test_who_stays_away_for_some_seconds_may_come_with_several() -> None:
     clock = Clock()
     ana = account(clock)
-    ana.refused()
+    ana.on_refusal()
     clock.now += RETRY_S + FORGIVEN_S
     await ana.enter()
     await ana.enter()

@@ -182,7 +182,7 @@ def test_the_event_loop_of_servers_is_another_one() -> None:
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from serve_app.ingress.usage.ledger import Ledger
+from serve_app.server.usage.ledger import Ledger
 
 async def main():
     count = Ledger(Path(sys.argv[1])).counter("", "/v1/completions")

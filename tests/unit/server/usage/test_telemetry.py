@@ -278,7 +278,7 @@ def test_nothing_is_imported_or_told_unless_somebody_wants_it() -> None:
         "from serve_app.server.usage.telemetry import Telemetry, provider\n"
         "assert provider({}) is None\n"
         "api.build_api({})\n"
-        "assert Telemetry().observed(None, '', {}) is None\n"
+        "assert Telemetry().observe(None, '', {}) is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk.trace')]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

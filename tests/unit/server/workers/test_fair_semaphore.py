@@ -77,7 +77,7 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_the_place_on() -
 async def test_a_block_that_fails_leaves_its_place() -> None:
     semaphore = FairSemaphore(1)
     with pytest.raises(ValueError, match="broken"):
-        async with semaphore.entered("a"):
+        async with semaphore.place("a"):
             raise ValueError("broken")
     assert semaphore.try_enter("x")
 

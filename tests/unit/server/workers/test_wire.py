@@ -24,7 +24,7 @@ from serve_app.base.errors import (
     QueueFullError,
 )
 from serve_app.base.types import AdapterUse, Medium, Picture, Sound
-from serve_app.channel.protocol import framed
+from serve_app.channel.protocol import frame_body
 from serve_app.config.defaults import ModelDefaults
 from serve_app.kernels.llama.vision.senses import Senses
 from serve_app.server.http.dependencies import PreparedBody
@@ -64,7 +64,7 @@ async def received(data: bytes, kind: Any) -> wire.Outcome:
     reader = asyncio.StreamReader()
     reader.feed_data(data)
     reader.feed_eof()
-    return await wire.received(reader, kind)
+    return await wire.receive_outcome(reader, kind)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ class Exploit:
 @pytest.mark.parametrize(
     "data",
     [
-        framed(pickle.dumps(Exploit())),
-        framed(msgspec.msgpack.encode([pickle.dumps(Exploit()), [], None])),
-        framed(msgspec.msgpack.encode([{"model": "x"}, [], None])),
-        framed(msgspec.msgpack.encode([None, [], ["OSError", ["x"]]])),
-        framed(msgspec.msgpack.encode([None, [], ["InvalidRequestError", []]])),
-        framed(b""),
+        frame_body(pickle.dumps(Exploit())),
+        frame_body(msgspec.msgpack.encode([pickle.dumps(Exploit()), [], None])),
+        frame_body(msgspec.msgpack.encode([{"model": "x"}, [], None])),
+        frame_body(msgspec.msgpack.encode([None, [], ["OSError", ["x"]]])),
+        frame_body(msgspec.msgpack.encode([None, [], ["InvalidRequestError", []]])),
+        frame_body(b""),
     ],
 )
 async def test_a_worker_that_was_taken_over_makes_nothing_run(data: bytes) -> None:
@@ -161,7 +161,7 @@ async def test_a_worker_that_was_taken_over_makes_nothing_run(data: bytes) -> No
 @pytest.mark.parametrize("length", [0, 5, 12])
 async def test_a_message_that_ends_early_is_the_end(length: int) -> None:
     with pytest.raises(EOFError):
-        await received(framed(b"0123456789")[:length], bytes)
+        await received(frame_body(b"0123456789")[:length], bytes)
 
 
 def test_the_results_of_all_routes_have_types_that_can_be_read() -> None:
