@@ -80,10 +80,11 @@ test-guides: $(DEV)  ## The guide of a single server, on a Debian of its own tha
 
 findings:  ## What other software does unexpectedly, run without Corral; says what has changed. NEWEST=1: newest releases.
 	@changed=0; for script in findings/*.sh; do \
-		output=$$(NEWEST=$(NEWEST) timeout 240 $$script 2>&1); code=$$?; \
+		output=$$(NEWEST=$(NEWEST) timeout 300 $$script 2>&1); code=$$?; \
 		case $$code in \
 			0) echo "same: $$script";; \
 			2) echo "could not install: $$script";; \
+			124) echo "took too long: $$script";; \
 			*) changed=1; echo "CHANGED: $$script"; echo "$$output" | sed 's/^/    /';; \
 		esac; \
 	done; exit $$changed

@@ -12,7 +12,7 @@
 #   qwen, an event each second: says done
 set -euo pipefail
 packages="node@22.23.3 @openai/codex@0.171.0 @qwen-code/qwen-code@0.24.4"
-[ -z "${NEWEST-}" ] || packages=$(sed 's/@[0-9][^ ]*//g' <<< "$packages")
+[ -z "${NEWEST-}" ] || packages=$(sed 's/@[0-9][^ ]*/@latest/g' <<< "$packages")
 
 own=$(realpath "$0")
 folder=$(mktemp -d)

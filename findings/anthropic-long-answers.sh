@@ -16,7 +16,7 @@ python_packages="anthropic==2.14.0"
 node_packages="@anthropic-ai/sdk@1.14.0"
 if [ -n "${NEWEST-}" ]; then
 	python_packages=$(sed 's/==[^ ]*//g' <<< "$python_packages")
-	node_packages=$(sed 's/@[0-9][^ ]*//g' <<< "$node_packages")
+	node_packages=$(sed 's/@[0-9][^ ]*/@latest/g' <<< "$node_packages")
 fi
 
 own=$(realpath "$0")

@@ -23,7 +23,7 @@ python_packages="jinja2==3.1.6"
 node_packages="@huggingface/jinja@0.5.11"
 if [ -n "${NEWEST-}" ]; then
 	python_packages=$(sed 's/==[^ ]*//g' <<< "$python_packages")
-	node_packages=$(sed 's/@[0-9][^ ]*//g' <<< "$node_packages")
+	node_packages=$(sed 's/@[0-9][^ ]*/@latest/g' <<< "$node_packages")
 fi
 
 own=$(realpath "$0")

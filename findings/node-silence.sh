@@ -10,7 +10,7 @@
 #   anthropic: timeout 600 s, 3 requests, the second after 300 s, APIConnectionTimeoutError
 set -euo pipefail
 packages="node@22.23.3 openai@7.59.0 @anthropic-ai/sdk@1.14.0"
-[ -z "${NEWEST-}" ] || packages=$(sed 's/@[0-9][^ ]*//g' <<< "$packages")
+[ -z "${NEWEST-}" ] || packages=$(sed 's/@[0-9][^ ]*/@latest/g' <<< "$packages")
 
 own=$(realpath "$0")
 folder=$(mktemp -d)

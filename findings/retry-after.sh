@@ -32,7 +32,7 @@ python_packages="openai==3.57.0 anthropic==2.14.0"
 node_packages="node@22.23.3 openai@7.59.0 @anthropic-ai/sdk@1.14.0"
 if [ -n "${NEWEST-}" ]; then
 	python_packages=$(sed 's/==[^ ]*//g' <<< "$python_packages")
-	node_packages=$(sed 's/@[0-9][^ ]*//g' <<< "$node_packages")
+	node_packages=$(sed 's/@[0-9][^ ]*/@latest/g' <<< "$node_packages")
 fi
 
 folder=$(mktemp -d)
