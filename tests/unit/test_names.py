@@ -16,6 +16,12 @@ MODULES = sorted(PRODUCT.rglob("*.py"))
 VAGUE = frozenset({"one", "found", "told", "asked", "wanted", "given"})
 LONGEST_VAGUE_LINES = 3
 """The lines from a vague name's first place in a function to its last."""
+PARTICIPLE = re.compile(
+    r"_?(held|said|told|kept|made|given|taken|chosen|written|found|sent|left|lost|named|joined|"
+    r"[a-z]{3,}ed|[a-z]{3,}wn)"
+)
+NO_PARTICIPLES = frozenset({"embed", "shutdown", "speed"})
+"""Verbs and nouns that look like participles."""
 MOST_ARGUMENTS = 7
 """The most arguments of a constructor in the engine and its kernels."""
 ENGINE = ("engine", "llama", "openvino")
@@ -84,6 +90,17 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
+def bare_participles(source: str) -> list[tuple[int, str]]:
+    """The functions that are named by a participle alone, which tells neither a deed nor a thing."""
+    return [
+        (node.lineno, node.name)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and PARTICIPLE.fullmatch(node.name)
+        and node.name.lstrip("_") not in NO_PARTICIPLES
+    ]
+
+
 def long_constructors(source: str) -> list[tuple[int, int]]:
     """The constructors that take too many arguments besides `self`."""
     findings = []
@@ -129,6 +146,19 @@ REPORT = report()
 @pytest.mark.parametrize("name", sorted({part(path) for path in MODULES}))
 def test_names_and_docstrings_say_what_they_mean(name: str) -> None:
     assert REPORT[name] == []
+
+
+def test_functions_are_named_by_verbs_or_nouns() -> None:
+    found = {
+        (path.name, name) for path in MODULES for _, name in bare_participles(path.read_text())
+    }
+    # What the keyword `required` of JSON Schemas becomes; the table of keywords names its functions so.
+    assert found == {("json_schemas.py", "_required")}
+
+
+def test_bare_participles_are_found() -> None:
+    source = "def held(): ...\nclass C:\n    def _joined(self): ...\n    def embed(self): ...\n"
+    assert bare_participles(source) == [(1, "held"), (3, "_joined")]
 
 
 def test_docstrings_without_a_subject_are_found() -> None:
