@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +14,18 @@ from serve_app.base.metrics import Tags, make_with
 from serve_app.cluster.ray_values import RayValues
 from serve_app.store.shared_entries import share_by
 
+logger = logging.getLogger("corral.replica")
+
 
 def begin_replica(*, keeps_texts: bool) -> None:
     """Make this process a replica of Serve's: its logs, metrics and shared entries are Ray's. `keeps_texts`
     says whether its log may have clients' texts."""
     forward_to_serve(keeps_texts=keeps_texts)
+    if (niceness := os.nice(0)) > 0:
+        logger.info(
+            "Other processes go first (nice %d). Set RAY_worker_niceness=0 before Ray starts to change it.",
+            niceness,
+        )
     use_rays_exporter()
     share_by(RayValues())
 

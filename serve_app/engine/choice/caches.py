@@ -40,6 +40,7 @@ def load_or_measure(
     if plan.cache is not None:
         return plan.cache
     report(Stage("measuring", limit_s=options.profile_limit_s))
+    logger.info("Measuring batches, %g s at most.", options.profile_limit_s)
     began, cache = time.perf_counter(), measure()
     logger.info("Measured batches in %.1f s.", time.perf_counter() - began)
     if not plan.keep(options.profile_folder, cache):
