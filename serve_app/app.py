@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -37,16 +39,19 @@ from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
 from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
 
+logger = logging.getLogger("corral.config")
+_BUILTIN = {"models": [{"id": "corral-demo", "source": {"builtin": True}}]}
 _START_S = 60.0
 """The longest wait for the process of an added model, which is loaded later."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for `applications[0].args`. Serve calls this, and gives no other argument.
+    """The application for `applications[0].args`. Serve calls this, and gives no other argument. Without
+    `args`, as in `serve run serve_app.app:build`, the model that comes with Corral is served.
 
     Raises RayServeException like `application`.
     """
-    return application(args)
+    return application(args or _BUILTIN)
 
 
 def application(args: dict[str, Any], file: Path | None = None) -> Application:
@@ -56,6 +61,8 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
     that Serve shows as it is, and does not try again.
     """
     share_by(RayValues())
+    if os.environ.get("RAY_AUTH_MODE") == "token":  # Ray sets it by itself where it finds a token
+        logger.warning("Ray's commands need its token here: RAY_AUTH_MODE=token serve status")
     try:
         app = schema.parse(args, file)
         check_serve(app, file)
