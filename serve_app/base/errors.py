@@ -40,6 +40,8 @@
     |-- LedgerError               500 server_error
     `-- StorageFullError          507 storage_full
 
+An answer whose `Retry-After` is above MOST_PATIENCE_S has `x-should-retry: false`, too.
+
 Errors cross processes: `args` of each has all that its class is called with, positionally, or the error
 could not be made again there.
 """
@@ -49,6 +51,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+MOST_PATIENCE_S = 60
+"""The longest wait after which a client should try again by itself. Some packages would sleep for days."""
 
 
 class CorralError(Exception):
@@ -78,6 +83,11 @@ class CorralError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def asks_patience(self) -> bool:
+        """Whether a new try makes sense so late that whoever waits should hear of the error now."""
+        return self.retry_after_s is not None and self.retry_after_s > MOST_PATIENCE_S
 
 
 class ConfigError(CorralError):

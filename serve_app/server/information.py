@@ -12,15 +12,17 @@ from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument
 from serve_app.server.http.description import api_router
+from serve_app.server.model_registry import usable
 
 ROUTER = api_router()
 
 
 @ROUTER.get("/v1/stats")
 async def stats(models: ModelsArgument) -> dict[str, Any]:
-    """Every replica that answers: its slots, queue and counters. `missing` names those that run
-    and do not answer in time; `fetching` says how far those are that download their model. Only
-    operators get the contents of slots."""
+    """Every replica that answers of the models that you may use: its slots, queue and counters. `missing`
+    names those that run and do not answer in time; `fetching` says how far those are that download their
+    model. Only operators get the contents of slots."""
+    models = usable(models)
     shown = dataclasses.asdict if request_context.current().is_operator else _without_requests
     answers, fetching = await asyncio.gather(
         asyncio.gather(*(model.engine.stats() for model in models.values())),
@@ -43,7 +45,8 @@ async def stats(models: ModelsArgument) -> dict[str, Any]:
 async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
     """The waits of a request, with reasons and times, by its answer's id or its `x-request-id`. The request
     is live, or among its replica's last thousand. With API keys, one's own only, but for operators."""
-    answers = await asyncio.gather(*(m.engine.explain(request_id) for m in models.values()))
+    asked = usable(models).values()
+    answers = await asyncio.gather(*(model.engine.explain(request_id) for model in asked))
     records = [record for of_model in answers for record in of_model.found]
     missing = [replica_id for of_model in answers for replica_id in of_model.missing]
     caller = request_context.current()

@@ -30,6 +30,7 @@ from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
 from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
+from serve_app.server.http import request_context
 
 T = TypeVar("T")
 
@@ -219,20 +220,47 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
 
 def find(models: Mapping[str, M], name: str | None) -> M:
     """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
-    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError."""
-    if name is None:
-        return next(iter(models.values()))
-    if name in models:
-        return models[name]
-    candidates = chain(
-        (model for model in models.values() if name in model.aliases),
-        _adapted_models(models.values(), name),
-        _named_like(models.values(), name),
-        (model for model in models.values() if "*" in model.aliases),
-    )
-    if (first := next(candidates, None)) is None:
-        raise ModelNotFoundError(name)
-    return first
+    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError.
+
+    It is the one check of what the present caller may use: no other way leads from a client's name to a
+    model. Raises PermissionDeniedError, also for a name that nobody has and that the caller could not use:
+    so the answer does not tell whether there is such a model. The model has the adapters that the caller
+    may use."""
+    caller = request_context.current()
+    if name is None or name in models:
+        base = model = next(iter(models.values())) if name is None else models[name]
+    else:
+        candidates = chain(
+            ((model, model) for model in models.values() if name in model.aliases),
+            _adapted_models(models.values(), name),
+            ((model, model) for model in _named_like(models.values(), name)),
+            ((model, model) for model in models.values() if "*" in model.aliases),
+        )
+        if (first := next(candidates, None)) is None:
+            caller.check_model(name, name)
+            raise ModelNotFoundError(name)
+        base, model = first
+    caller.check_model(model.id, name)
+    return _with_usable_adapters(model, base.id)
+
+
+def usable(models: Mapping[str, M]) -> dict[str, M]:
+    """The models that the present caller may use, for lists."""
+    caller = request_context.current()
+    return {
+        model_id: _with_usable_adapters(model, model_id)
+        for model_id, model in models.items()
+        if caller.may_use(model_id)
+    }
+
+
+def _with_usable_adapters(model: M, base_id: str) -> M:
+    """The model without the adapters that the present caller may not use."""
+    caller = request_context.current()
+    may_use = {i: a for i, a in model.adapters.items() if caller.may_use(f"{base_id}:{a.id}")}
+    if len(may_use) == len(model.adapters):
+        return model
+    return dataclasses.replace(model, adapters=may_use)
 
 
 def _names(model: ModelInfo) -> tuple[str, ...]:
@@ -261,8 +289,9 @@ def _canonical_name(name: str) -> str:
     return canonical
 
 
-def _adapted_models(models: Iterable[M], name: str) -> Iterator[M]:
+def _adapted_models(models: Iterable[M], name: str) -> Iterator[tuple[M, M]]:
+    """The models of that name with an adapter, each behind the one without."""
     for model in models:
         for adapter in model.adapters.values():
             if name in {f"{one}:{adapter.id}" for one in _names(model)}:
-                yield model.with_adapter(adapter)
+                yield model, model.with_adapter(adapter)

@@ -44,9 +44,13 @@ def model_id(models: Models, request: OllamaShowRequest) -> str:
 
 
 def describe_models(models: Models, nothing: bytes) -> dict[str, Json]:
-    """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids. Runs in a worker,
-    as it reads files. Raises OSError if one is gone."""
-    return {model.id: _describe(model) for model in models.values()}
+    """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids, with an adapter,
+    too. Runs in a worker, as it reads files. Raises OSError if one is gone."""
+    described: dict[str, Json] = {}
+    for model in models.values():
+        adapted = (model.with_adapter(adapter).id for adapter in model.adapters.values())
+        described |= dict.fromkeys((model.id, *adapted), _describe(model))
+    return described
 
 
 def _describe(model: ModelInfo) -> Json:

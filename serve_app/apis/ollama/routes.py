@@ -32,7 +32,7 @@ from serve_app.server.http.dependencies import (
 )
 from serve_app.server.http.description import CHAT, also, api_router
 from serve_app.server.model_control import ModelControlArgument, PullProgress
-from serve_app.server.model_registry import ServedModel, find, full_name
+from serve_app.server.model_registry import ServedModel, find, full_name, usable
 
 ROUTER = api_router(OllamaErrorResponse)
 """Errors have Ollama's shape: see `serve_app.server.http.errors`. Bodies are read whatever their type is
@@ -151,7 +151,7 @@ Descriptions = dict[str, dict[str, Any]]
 async def _descriptions(request: Request, bodies: BodiesArgument) -> Descriptions:
     """The models' descriptions, which are kept as long as the models stay the same."""
     state = request.app.state
-    files = [model.tokenizer for model in state.models.values()]
+    files = [(model.tokenizer, model.adapters) for model in state.models.values()]
     if getattr(state, "ollama_described", None) != files:
         state.ollama_descriptions = await bodies.work(catalogue.describe_models)
         state.ollama_described = files
@@ -169,7 +169,8 @@ def _entry(name: str, described: dict[str, Any], fields: Iterable[str]) -> dict[
 
 @ROUTER.get("/api/tags")
 async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
-    """The models that are served here by all of their names, the default first, Ollama's way."""
+    """The models that you may use by all of their names, the default first, Ollama's way."""
+    models = usable(models)
     aliases = [(name, model.id) for model in models.values() for name in model.aliases]
     names = [(name, name) for name in models] + [entry for entry in aliases if entry[0] != "*"]
     return {"models": [_entry(name, described[model_id], _LISTED) for name, model_id in names]}
@@ -187,6 +188,7 @@ async def ollama_show(
 @ROUTER.get("/api/ps")
 async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
     """The models that have an engine now, Ollama's way."""
+    models = usable(models)
     answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
     expires_at = serving.timestamp(time.time() + _FOR_EVER_S)
     return {

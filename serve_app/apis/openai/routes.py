@@ -100,7 +100,7 @@ async def input_tokens(
 @ROUTER.get("/v1/models")
 @ROUTER.get("/models")
 async def list_models(models: ModelsArgument) -> ModelList:
-    """The models that are served here, the default first."""
+    """The models that you may use, the default first."""
     return ModelList(data=model_cards(models))
 
 

@@ -18,7 +18,7 @@ from serve_app.apis.responses import preparation, serving
 from serve_app.apis.responses.background import BackgroundResponses
 from serve_app.apis.responses.preparation import After, PreparedResponse, ResponsesRequest
 from serve_app.apis.responses.serving import ResponseAnswer
-from serve_app.apis.responses.store import Event, Owner, StoredRequest
+from serve_app.apis.responses.store import Event, Owner, StoredRequest, StoredResponse
 from serve_app.base.errors import (
     CorralError,
     InvalidRequestError,
@@ -160,12 +160,11 @@ async def get_response(
 ) -> Response:
     """A response as far as it is; `stream` sends its events, those behind the number
     `starting_after`, from its beginning and then as they come."""
-    stored = await responses.find(response_id, key())
+    stored, request = await _stored(responses, response_id)
     if not stream:
         return bytes_response(
             await bodies.work(preparation.response_json, *preparation.record(stored))
         )
-    request = StoredRequest.unpack(stored.stored_request)
     answer = preparation.answer_to(
         models, request, obfuscates=include_obfuscation, after=starting_after
     )
@@ -187,8 +186,8 @@ async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
-    stored = await responses.find(response_id, key())
-    if not StoredRequest.unpack(stored.stored_request).is_background:
+    _, request = await _stored(responses, response_id)
+    if not request.is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     await responses.cancel(response_id, key())
     stored = await responses.find(response_id, key())
@@ -205,9 +204,20 @@ async def response_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The conversation that a response answers, that of `previous_response_id` included."""
-    stored = await responses.find(response_id, key())
+    stored, _ = await _stored(responses, response_id)
     query = orjson.dumps([order, limit, after]) + b"\n"
     return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
+
+
+async def _stored(
+    responses: BackgroundResponses, response_id: str
+) -> tuple[StoredResponse, StoredRequest]:
+    """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if
+    the caller may use its model no more."""
+    stored = await responses.find(response_id, key())
+    request = StoredRequest.unpack(stored.stored_request)
+    request_context.current().check_model(request.model, request.model)
+    return stored, request
 
 
 async def _follow_response(

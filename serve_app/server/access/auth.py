@@ -55,7 +55,8 @@ FORECASTS = "x-corral-forecast-first-token-ms", "x-corral-forecast-end-ms"
 """The headers of answers that have the forecast with which the request was accepted."""
 TIER = "x-corral-tier"
 """The header of answers that says whether the request runs with all others or in the `background`."""
-ANSWER_HEADERS = ["x-request-id", "retry-after", "traceparent", IGNORED, COST, TIER, *FORECASTS]
+ANSWER_HEADERS = ["x-request-id", "retry-after", "x-should-retry", "traceparent"]
+ANSWER_HEADERS += [IGNORED, COST, TIER, *FORECASTS]
 """The headers that other sites' pages may read."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
 """The fields that are named at most, and the characters of each name: a path of nested fields is long."""

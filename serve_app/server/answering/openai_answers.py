@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from serve_app.server.http import request_context
 from serve_app.server.model_registry import ServedModel
 
 
@@ -94,9 +95,10 @@ def model_card(model: ServedModel) -> ModelCard:
 
 
 def model_cards(models: Mapping[str, ServedModel]) -> list[ModelCard]:
-    """The entries in /v1/models, also of the models with an adapter."""
+    """The entries in /v1/models of what the caller may use, also of the models with an adapter."""
     cards: list[ModelCard] = []
+    may_use = request_context.current().may_use
     for model in models.values():
         adapted = (model.with_adapter(adapter) for adapter in model.adapters.values())
-        cards += map(model_card, (model, *adapted))
+        cards += (model_card(one) for one in (model, *adapted) if may_use(one.id))
     return cards

@@ -291,7 +291,8 @@ class WorkerPool:
     ) -> T:
         data = (*pieces, *files.values())
         n_bytes, sizes = sum(map(len, data)), tuple((url, len(file)) for url, file in files.items())
-        order = WorkOrder(wire.name_of(work), n_bytes, self.adapters, sizes)
+        allowed = request_context.current().allowed_models
+        order = WorkOrder(wire.name_of(work), n_bytes, self.adapters, sizes, allowed)
         job = _Job(client, order, data, wire.result_type(work))
         is_slow = False
         for _ in range(_N_TRIES):

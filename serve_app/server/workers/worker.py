@@ -33,7 +33,8 @@ import msgspec
 
 from serve_app.base import logs
 from serve_app.base.errors import CorralError, InvalidRequestError, RequestTooLargeError
-from serve_app.server.http import request_model
+from serve_app.server.http import request_context, request_model
+from serve_app.server.http.request_context import Caller
 from serve_app.server.model_registry import ModelFile, ModelInfo, Models
 from serve_app.server.workers import wire
 from serve_app.server.workers.wire import Work, WorkOrder
@@ -77,6 +78,7 @@ def serve_orders(connection: socket.socket, models: Models) -> None:
 
 def answer_order(order: WorkOrder, models: Models, data: bytes) -> bytes:
     """The outcome, packed, which takes memory, too."""
+    request_context.enter(Caller(allowed_models=order.allowed_models))
     try:
         n_body = order.n_bytes - sum(n_bytes for _, n_bytes in order.files)
         files, start = dict[str, memoryview](), n_body

@@ -21,10 +21,13 @@ from serve_app.base.errors import (
     CorralError,
     EngineClosedError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
 )
 from serve_app.server.answering.preparation import MAX_TEXT_CHARS
 from serve_app.server.answering.vectors import MAX_NUMBERS, ComputedVectors
+from serve_app.server.http import request_context
+from serve_app.server.http.request_context import Caller
 from serve_app.server.model_registry import ModelFile, ModelInfo
 from serve_app.server.workers import pool as pool_module
 from serve_app.server.workers import wire
@@ -89,6 +92,18 @@ async def test_workers_have_other_models_when_these_change(pool: WorkerPool) -> 
     for _ in range(3):
         assert await pool.run("a", work.names, b"") == ["demo", "other"]
     await until(lambda: not is_alive(first))
+
+
+async def test_a_worker_finds_what_the_caller_may_use(pool: WorkerPool) -> None:
+    """Also the next caller, whom the same worker serves."""
+    for allowed, may in ((None, True), (["other", "d*"], True), (["other"], False), ([], False)):
+        request_context.enter(Caller(allowed_models=allowed))
+        for name in ("demo", "DEMO:latest", ""):
+            if may:
+                assert await pool.run("a", work.find_model, name.encode()) == "demo"
+                continue
+            with pytest.raises(PermissionDeniedError, match="may not use"):
+                await pool.run("a", work.find_model, name.encode())
 
 
 async def test_errors_come_back_as_they_are(pool: WorkerPool) -> None:

@@ -16,7 +16,7 @@ from serve_app.apis.openai.preparation import chat
 from serve_app.base.errors import InvalidRequestError
 from serve_app.server.answering.messages import ChatCompletionRequest
 from serve_app.server.media import decoder
-from serve_app.server.model_registry import Models
+from serve_app.server.model_registry import Models, find
 
 _kept: list[bytes] = []
 
@@ -122,6 +122,10 @@ def see(models: Models, body: bytes) -> tuple[int, int, int]:
     """Width, height and bytes of the picture that the body is."""
     found = decoder.decode_picture(body, "it", "messages")
     return found.width, found.height, len(found.pixels)
+
+
+def find_model(models: Models, body: bytes) -> str:
+    return find(models, body.decode() or None).id
 
 
 def names(models: Models, body: bytes) -> list[str]:
