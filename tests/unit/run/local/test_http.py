@@ -6,43 +6,17 @@ import asyncio
 import json
 import resource
 import shutil
-import socket
-from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 
 from serve_app.run.local import http
-from serve_app.run.local.http import BoundedHttp
+from tests.unit.run.local.conftest import PATIENCE_S, Serve
 
 BODY = "HTTP/1.1 is\r\nnot: a header\r\n\r\nhere"
-PATIENCE_S = 30
-
-
-Serve = Callable[[FastAPI], Any]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Serves an application; gives the port."""
-    running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
-
-    async def started(app: FastAPI) -> int:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_level="error"))
-        running.append((server, asyncio.create_task(server.serve([listener]))))
-        port: int = listener.getsockname()[1]
-        return port
-
-    yield started
-    for server, serving in running:
-        server.should_exit = True
-        await asyncio.wait_for(serving, PATIENCE_S)
 
 
 async def connected(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
