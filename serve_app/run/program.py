@@ -18,6 +18,9 @@ from serve_app.base.folders import cache_folder
 
 Content = Mapping[str, Any]
 """What a configuration file of Serve holds."""
+KEEP_ALIVE_S = 620
+"""Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
+load balancers 600 s."""
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
 _PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 

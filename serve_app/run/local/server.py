@@ -32,7 +32,15 @@ import yaml
 from serve_app.base import logs, metrics
 from serve_app.base.errors import CorralError
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.run.program import Content, allow_most_files, arguments, discoverable, is_plain, tell
+from serve_app.run.program import (
+    KEEP_ALIVE_S,
+    Content,
+    allow_most_files,
+    arguments,
+    discoverable,
+    is_plain,
+    tell,
+)
 from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
@@ -44,9 +52,6 @@ _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0
 _END_S = 30.0
 """The longest time that the running answers of a model may take when it is removed."""
-_KEEP_ALIVE_S = 620
-"""Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
-load balancers 600 s."""
 _FOLDER = "corral-local-"
 
 
@@ -134,7 +139,7 @@ class LocalServer:
             proxy_headers=False,
             server_header=False,
             backlog=2048,
-            timeout_keep_alive=http.get("keep_alive_timeout_s") or _KEEP_ALIVE_S,
+            timeout_keep_alive=http.get("keep_alive_timeout_s") or KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(GIVEN_UP_S),
         )
 
