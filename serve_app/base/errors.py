@@ -19,6 +19,7 @@
     |   |-- ObjectNotFoundError     404 object_not_found
     |   |-- SlowRequestError        408 request_timeout
     |   |-- RequestTooLargeError    413 request_too_large
+    |   |-- HeadTooLargeError       431 header_too_large
     |   |-- ContentEncodingError    415 unsupported_content_encoding
     |   |-- MediaError              500 server_error, with x-should-retry: false
     |   `-- NotSupportedError       501 not_supported_error
@@ -212,6 +213,10 @@ class SlowRequestError(RequestError, status=408, code="request_timeout"):
 
 class RequestTooLargeError(RequestError, status=413, code="request_too_large"):
     """The request's body is larger than any is."""
+
+
+class HeadTooLargeError(RequestError, status=431, code="header_too_large"):
+    """The request's headers, or what else is around its body, are larger than any are."""
 
 
 class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):

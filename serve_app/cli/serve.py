@@ -289,13 +289,14 @@ def _read_events(descriptor: int, events: SimpleQueue[Json]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT, and wait. A second Ctrl-C kills it."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait()
-    except Stopped:
+    """SIGINT, and wait. A second Ctrl-C is passed on, too: answers end with an error. A third kills it."""
+    for _ in range(2):
+        if process.poll() is not None:
+            return
+        process.send_signal(signal.SIGINT)
+        with suppress(Stopped):
+            process.wait()
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -183,7 +183,8 @@ async def delete_model(control: ModelControlArgument, model: str) -> dict[str, b
 @ROUTER.get("/models/sse", include_in_schema=False, dependencies=[_LOADING])
 async def model_events(control: ModelControlArgument) -> Response:
     """The progress of downloads, and models that come and go, as server-sent events. For operators."""
-    return EventStream(EventAnswer().stream(control.events(), lambda event: [event]))
+    answer = EventAnswer()
+    return EventStream(answer.stream(control.events(), lambda event: [event]), answer)
 
 
 async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:

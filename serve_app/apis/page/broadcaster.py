@@ -21,6 +21,7 @@ from serve_app.apis.page.snapshot import (
     without_requests,
 )
 from serve_app.base.errors import EngineClosedError
+from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.http import request_context, sse
 from serve_app.server.http.description import STREAMED, api_router
 from serve_app.server.model_registry import ServedModel
@@ -136,7 +137,7 @@ async def live(request: Request) -> Response:
 
     frames = broadcaster.frames(seen, caller.holder)
     also = {"takes_batches": request.app.state.batches is not None, "operates": caller.is_operator}
-    return sse.EventStream(_encode_frames(frames, also))
+    return sse.EventStream(_encode_frames(frames, also), EventAnswer())
 
 
 async def _encode_frames(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:

@@ -132,9 +132,12 @@ async def responses(
         if fields["store"]:
             responses.prepare()
         deltas = await generation.start(model, [request])
-        entries = _log(deltas, stored, owner, responses if fields["store"] else None)
+        answer.log = []
+        keeper = responses if fields["store"] else None
+        entries = _log(deltas, stored, owner, answer.log, keeper)
     if wanted.stream:
-        return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
+        told = answer.stream(entries, answer.tell)
+        return sse.EventStream(told, answer, wanted.sse_ping_interval)
     return sse.json_response(await serving.collect(answer, entries))
 
 
@@ -170,7 +173,8 @@ async def get_response(
     )
     with responses.open_requests.count(request_context.current().holder):
         pass  # a refusal has a status here
-    return sse.EventStream(answer.stream(_follow_response(responses, response_id), answer.take))
+    entries = _follow_response(responses, response_id)
+    return sse.EventStream(answer.stream(entries, answer.tell), answer)
 
 
 @ROUTER.delete("/v1/responses/{response_id}")
@@ -230,10 +234,14 @@ async def _follow_response(
 
 
 async def _log(
-    deltas: Deltas, stored: StoredRequest, owner: Owner, responses: BackgroundResponses | None
+    deltas: Deltas,
+    stored: StoredRequest,
+    owner: Owner,
+    entries: list[Event],
+    responses: BackgroundResponses | None,
 ) -> AsyncGenerator[Event]:
-    """The log of a response that ends when its client leaves. It is kept before its end is told."""
-    entries: list[Event] = []
+    """The log of a response that ends when its client leaves, which `entries` has too. It is kept before
+    its end is told."""
     try:
         async for _, delta in deltas:
             entries.append(Event(time.time(), delta))

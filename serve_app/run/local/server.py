@@ -5,7 +5,8 @@
 A configuration that asks for more than one machine and one replica of each model runs on Ray Serve instead:
 this process becomes `serve_app.cluster.one_machine`, which has the same arguments and events.
 
-SIGINT and SIGTERM end it in order: running answers end first. Most of a start is imports, so the models'
+SIGINT and SIGTERM end it in order: running answers end first, and new requests get 503 meanwhile. The same
+signal again ends all streams with an error. Most of a start is imports, so the models'
 processes import theirs while this one reads the configuration.
 """
 
@@ -31,7 +32,15 @@ import yaml
 from serve_app.base import logs, metrics
 from serve_app.base.errors import CorralError
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
+from serve_app.run.program import (
+    KEEP_ALIVE_S,
+    Content,
+    allow_most_files,
+    arguments,
+    discoverable,
+    is_plain,
+    tell,
+)
 from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
@@ -43,7 +52,6 @@ _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0
 _END_S = 30.0
 """The longest time that the running answers of a model may take when it is removed."""
-_KEEP_ALIVE_S = 90
 _FOLDER = "corral-local-"
 
 
@@ -100,7 +108,7 @@ class LocalServer:
 
         from serve_app.channel import routing_reports as reports
         from serve_app.run.ingress import IngressPlace, IngressServer, settings_for
-        from serve_app.run.local.http import BoundedHttp
+        from serve_app.run.local.http import GIVEN_UP_S, BoundedHttp, DrainingServer
 
         settings = settings_for(self._app)
         configured = [*self.handles.values()]
@@ -119,8 +127,9 @@ class LocalServer:
         for handle in configured:
             await handle.attach(reports.HERE.address)
         drain_s = self._app.ingress.serve.graceful_shutdown_timeout_s
+        api = ingress.api()
         config = uvicorn.Config(
-            ingress.api(),
+            api,
             http.get("host") or "127.0.0.1",
             http.get("port") or 8000,
             http=BoundedHttp,
@@ -130,10 +139,17 @@ class LocalServer:
             proxy_headers=False,
             server_header=False,
             backlog=2048,
-            timeout_keep_alive=http.get("keep_alive_timeout_s") or _KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_DRAIN_S if drain_s is None else drain_s),
+            timeout_keep_alive=http.get("keep_alive_timeout_s") or KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(GIVEN_UP_S),
         )
-        server = uvicorn.Server(config)
+
+        def drain() -> None:
+            ingress.open_requests.is_draining = True
+            for handle in self.handles.values():
+                handle.drain()
+
+        limit_s = _DRAIN_S if drain_s is None else drain_s
+        server = DrainingServer(config, api.state.streams, drain, limit_s)
         problem: CorralError | None = None
 
         def on_end(task: asyncio.Task[None]) -> None:
@@ -143,12 +159,11 @@ class LocalServer:
 
         for task in keeping:
             task.add_done_callback(on_end)
-        draining = asyncio.create_task(self._drain(server))
         tell("deployed")
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: None)
         await server.serve(_sockets(config.host, config.port))
-        ending = draining, *self._keeping.values()
+        ending = self._keeping.values()
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -178,12 +193,6 @@ class LocalServer:
         keeping = self._keeping.pop(model_id)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-    async def _drain(self, server: Any) -> None:
-        while not server.should_exit:  # noqa: ASYNC110  # a signal's handler sets it
-            await asyncio.sleep(0.1)
-        for handle in self.handles.values():
-            handle.drain()
 
 
 def _sockets(host: str, port: int) -> list[socket.socket] | None:
@@ -258,6 +267,7 @@ def serve(config: Path, events: int | None) -> str | None:
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the models cannot be served."""
     args = arguments("serve_app.run.local.server", __doc__)
+    allow_most_files()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     # Who started this may ignore it. Nobody could wait for processes then, and their ids would be others'.

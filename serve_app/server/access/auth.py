@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.base.errors import (
     BodyEndedError,
     CorralError,
+    EngineClosedError,
     InvalidRequestError,
     NoRoomError,
     NotSupportedError,
@@ -107,6 +108,8 @@ class AccessMiddleware:
                     await self._accounts.follow()
                 caller = line or self._caller(scope, headers)
                 send = _noting_status(caller, send)
+                if self._open.is_draining and line is None:
+                    raise EngineClosedError("The server is being stopped.")
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if observed := self._telemetry.observe(caller, scope["path"], headers):
@@ -131,6 +134,7 @@ class AccessMiddleware:
                 body: list[bytes] | None = []
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
+                    _check_arrival(headers, body)
                 if caller.observer is not None:
                     caller.observer.on_body(body or ())
             except CorralError as error:
@@ -184,6 +188,17 @@ class AccessMiddleware:
             raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
 
+def _check_arrival(headers: Headers, body: list[bytes] | None) -> None:
+    """Refuse a request whose body was lost before this server, with InvalidRequestError. Serve's own proxy
+    takes what is behind an offer to upgrade for another protocol, as uvicorn with httptools does."""
+    is_sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if body == [] and is_sent and "upgrade" in headers:
+        raise InvalidRequestError(
+            "The body was lost in Ray Serve's proxy, since the request offers to upgrade its connection "
+            "(Upgrade). Send it without this offer: Java's HttpClient does with version(HTTP_1_1)."
+        )
+
+
 def _may_wait(scope: Scope, headers: Headers) -> bool:
     declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
@@ -200,9 +215,10 @@ def _endpoint(scope: Scope) -> object:
 
 
 def _closing(error: CorralError) -> dict[str, str]:
-    """Nobody waits for the rest of a body that comes slowly, or lost its place."""
-    is_of_body = isinstance(error, SlowRequestError | BodyEndedError)
-    return {"Connection": "close"} if is_of_body else {}
+    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that
+    ends."""
+    is_last = isinstance(error, SlowRequestError | BodyEndedError | EngineClosedError)
+    return {"Connection": "close"} if is_last else {}
 
 
 def _noting_status(caller: Caller, send: Send) -> Send:

@@ -161,8 +161,8 @@ class AnswerParams(ModelledRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is a
-    comment but for Anthropic's clients. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is
+    an event that changes nothing. Without it, `ingress.sse_ping_interval_s` counts."""
 
     def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
