@@ -35,6 +35,9 @@ from serve_app.cli.screen import Screen, Served
 from serve_app.run import preflight
 
 _LOOK_EVERY_S = 0.2
+_DRAIN_S, _END_S = 600.0, 60.0
+"""The longest time that running answers have when the server is stopped, if the configuration says nothing,
+and that its processes have then."""
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
 _REMOTE = {"repo", "repo_id", "url"}
 """Fields of a source that name something to download."""
@@ -172,6 +175,8 @@ class _Server:
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
         key_file = ingress.get("api_key_file")
+        drain_s = (ingress.get("serve") or {}).get("graceful_shutdown_timeout_s")
+        self._end_s = _END_S + (_DRAIN_S if drain_s is None else float(drain_s))
         self._served = Served(
             host=host,
             port=port,
@@ -206,10 +211,10 @@ class _Server:
         except Stopped:
             self._shown.clear()
             self._shown.say("Stopping: running answers may end first ...")
-            _end(process)
+            _end(process, self._end_s)
             return 0
         finally:
-            _end(process)
+            _end(process, self._end_s)
             log.join(timeout=5)
         self._shown.clear()
         self._shown.say(self._problem or self._last_lines())
@@ -288,14 +293,16 @@ def _read_events(descriptor: int, events: SimpleQueue[Json]) -> None:
             events.put(json.loads(line))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT, and wait. A second Ctrl-C kills it."""
+def _end(process: subprocess.Popen[bytes], end_s: float) -> None:
+    """SIGINT, also for a process that was stopped, and wait. A second Ctrl-C kills it, and so does the end
+    of these seconds."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     try:
-        process.wait()
-    except Stopped:
+        process.wait(end_s)
+    except (Stopped, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
