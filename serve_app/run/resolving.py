@@ -114,6 +114,32 @@ def resolve_all(
     ]
 
 
+def check_files(app: AppConfig) -> dict[str, str]:
+    """Open the models' files that lie on this machine, as a start does, but without weights. Returns what
+    is wrong, by the models' ids."""
+    problems = {}
+    for model in app.models:
+        try:
+            _check_files(model, app.downloads)
+        except (ConfigError, OSError) as error:
+            problems[model.id] = str(error)
+    return problems
+
+
+def _check_files(model: ModelConfig, downloads: DownloadsConfig) -> None:
+    """Raises ConfigError, OSError."""
+    sources = (draft_source(model), *(one.source for one in model.adapters))
+    for source in (source for source in sources if source is not None and source.path):
+        store.vocabulary(source, downloads)
+    projector, source = model.projector or None, model.source
+    if projector is not None and (projector.path or projector.builtin):
+        with _naming("projector"):
+            ProjectorFile(store.vocabulary(projector, downloads))
+    if source.path or source.builtin:
+        opened = _open_model(model, source, downloads)
+        _with_draft(ModelNeeds.of(opened), opened, model, downloads)
+
+
 class _FileError(ConfigError):
     """A file of a model cannot be used."""
 

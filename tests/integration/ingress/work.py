@@ -16,7 +16,7 @@ from serve_app.apis.openai.preparation import chat
 from serve_app.base.errors import InvalidRequestError
 from serve_app.server.answering.messages import ChatCompletionRequest
 from serve_app.server.media import decoder
-from serve_app.server.model_registry import Models
+from serve_app.server.model_registry import Models, find
 
 _kept: list[bytes] = []
 
@@ -130,3 +130,8 @@ def names(models: Models, body: bytes) -> list[str]:
 
 def sleep(models: Models, body: bytes) -> None:
     time.sleep(float(body))
+
+
+def tokens_of(models: Models, body: bytes) -> int:
+    """How many tokens a text has in the vocabulary of the model of this name."""
+    return len(find(models, body.decode()).tokenizer.encode("The quick brown fox."))
