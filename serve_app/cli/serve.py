@@ -269,7 +269,7 @@ class _Server:
         """Ask the server. Returns whether it has said all."""
         try:
             if not self._answers:
-                self._client.get("/health")
+                self._client.get("/livez")
                 self._answers = True
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
@@ -278,14 +278,15 @@ class _Server:
                 for replica in model["fetching"]:
                     stage = Stage(replica["stage"], replica["done"], replica["limit_s"])
                     self._shown.stage(model["id"], stage)
-            if not all(model["replicas"] for model in models):
-                return False
+            self._client.get("/health")  # raises until all can answer that do not wait for requests
             cards = self._client.get("/v1/models")["data"]  # the server has the files open
-            trained = {str(card["id"]): int(card["meta"]["n_ctx_train"]) for card in cards}
         except ServerError:
             return False
+        loaded = {card["id"] for card in cards if card["status"]["value"] == "loaded"}
+        if any(model["id"] in loaded and not model["replicas"] for model in models):
+            return False  # a replica was late
         self._shown.clear()
-        for line in screen.summary(self._served, models, trained):
+        for line in screen.summary(self._served, models, cards):
             self._shown.say(line)
         return True
 
