@@ -32,7 +32,7 @@ from serve_app.cluster.serve_check import check_serve
 from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import ModelConfig, with_models
+from serve_app.config.schema import ModelConfig, with_models, without
 from serve_app.run.ingress import settings_for
 from serve_app.run.model_host import ConfiguredHost
 from serve_app.run.resolving import resolve_all
@@ -67,15 +67,17 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
         app = schema.parse(args, file)
         check_serve(app, file)
         refuse_strangers(app.ingress)
-        models = resolve_all(app)
+        left_out: dict[str, str] = {}
+        models = resolve_all(app, left_out=left_out)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
+    settings = settings_for(app, left_out, proxy_hides_strangers=proxy_hides_strangers())
+    app = without(app, left_out)
     engines = [
         _engine(configured, model) for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     host = ServeHost(app, models) if app.manage_models else None
-    settings = settings_for(app, proxy_hides_strangers=proxy_hides_strangers())
     return ingress.bind(models, engines, settings, host)  # type: ignore[no-any-return]
 
 
@@ -149,6 +151,12 @@ def fingerprint(model: ResolvedModel) -> str:
     shares: Mapping[str, Any] = dict.fromkeys(model.memory_shares, 0)
     options = dataclasses.replace(model.options, **shares)
     counting = dataclasses.replace(
-        model, options=options, aliases=(), tags=(), sizing="", n_replicas=0
+        model,
+        options=options,
+        aliases=(),
+        tags=(),
+        sizing="",
+        n_replicas=0,
+        waits_for_requests=False,
     )
     return blake2b(f"{__version__} {counting!r}".encode(), digest_size=16).hexdigest()

@@ -6,13 +6,15 @@ import asyncio
 import dataclasses
 from typing import Any
 
+from fastapi.responses import JSONResponse
+
 from serve_app.base.errors import RequestNotFoundError
 from serve_app.base.types import ReplicaStats
 from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument
 from serve_app.server.http.description import api_router
-from serve_app.server.model_registry import usable
+from serve_app.server.model_registry import ServedModel, usable
 
 ROUTER = api_router()
 
@@ -65,9 +67,38 @@ async def explain(models: ModelsArgument, request_id: str) -> dict[str, Any]:
 
 @ROUTER.get("/health", openapi_extra={"security": []})
 @ROUTER.get("/v1/health", openapi_extra={"security": []})
-async def health() -> dict[str, str]:
-    """Requests are taken; they may have to wait for an engine that is still starting."""
+async def health(models: ModelsArgument) -> JSONResponse:
+    """200 if requests are answered now; 503 until every model can answer that does not wait for requests.
+    Models that are left out do not count as long as another one answers."""
+    unknown = [model for model in models.values() if _is_coming(model)]
+    await asyncio.gather(*(model.engine.stats() for model in unknown))  # Serve tells who has asked
+    if not any(map(_is_coming, models.values())):
+        if any(map(_can_answer, models.values())):
+            return JSONResponse({"status": "ok"})
+        problems = [model.problem or str(model.engine.failure) for model in models.values()]
+        return _unavailable("; ".join(problems))
+    return _unavailable("Loading model")
+
+
+@ROUTER.get("/livez", openapi_extra={"security": []})
+@ROUTER.get("/health/live", openapi_extra={"security": []})
+async def live() -> dict[str, str]:
+    """200 as long as the server runs, whatever its models do: a reason to start it again is no answer."""
     return {"status": "ok"}
+
+
+def _can_answer(model: ServedModel) -> bool:
+    return not model.problem and (model.engine.is_loaded or model.waits_for_requests)
+
+
+def _is_coming(model: ServedModel) -> bool:
+    return not (_can_answer(model) or model.problem or model.engine.failure)
+
+
+def _unavailable(message: str) -> JSONResponse:
+    """As llama-server says it. Source: its README, "GET /health"."""
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return JSONResponse({"error": error}, 503)
 
 
 def _without_requests(replica: ReplicaStats) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base.errors import ModelNotFoundError
+from serve_app.base.errors import CorralError, EngineUnavailableError, ModelNotFoundError
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.types import (
     Accepted,
@@ -31,6 +32,8 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
 from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
 from serve_app.server.http import request_context
+
+logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
@@ -67,6 +70,10 @@ class EngineClient(Protocol):
     @property
     def is_loaded(self) -> bool:
         """Whether an engine runs, as far as is known here."""
+
+    @property
+    def failure(self) -> CorralError | None:
+        """The reason why no engine can be started, as far as is known here."""
 
     async def load(self) -> None:
         """Returns when an engine runs. Raises CorralError."""
@@ -139,6 +146,20 @@ class ModelFile:
     senses: Senses = NO_SENSES
     """The kinds of media that the model's projector takes."""
     is_on_demand: bool = False
+    waits_for_requests: bool = False
+    """Whether it may be that no engine runs because nobody has asked."""
+    problem: str = ""
+    """The reason why the model cannot be served, if that is known before its file is read."""
+
+
+class _NoTokenizer:
+    """Stands for the vocabulary of a model that cannot be read. Any use raises EngineUnavailableError."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise EngineUnavailableError(self._problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +182,23 @@ class ModelInfo:
     n_ctx_text: int | None = None
     """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
+    waits_for_requests: bool = False
+    problem: str = ""
+    """The reason why it is left out, though others are served. Using its tokenizer raises that."""
+
+    @classmethod
+    def left_out(cls, file: ModelFile, problem: str) -> Self:
+        """A model whose file cannot be read. It has its names, so that requests learn the reason."""
+        logger.error("The model %s is left out: %s", file.id, problem)
+        return cls(
+            file.id,
+            file.n_ctx_slot,
+            cast(Tokenizer, _NoTokenizer(f"The model {file.id} is left out: {problem}")),
+            aliases=file.aliases,
+            tags=file.tags,
+            is_on_demand=file.is_on_demand,
+            problem=problem,
+        )
 
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
@@ -178,6 +216,7 @@ class ModelInfo:
             media=media,
             n_ctx_text=file.n_ctx_text,
             is_on_demand=file.is_on_demand,
+            waits_for_requests=file.waits_for_requests,
         )
 
     @property
@@ -211,6 +250,17 @@ class ServedModel(ModelInfo):
 
 
 M = TypeVar("M", bound=ModelInfo)
+
+
+def open_or_leave_out(file: ModelFile, read: Callable[[ModelFile], ModelInfo]) -> ModelInfo:
+    """The model that `read` makes of a file. If that cannot be read, the model is left out, so that the
+    others go on."""
+    if file.problem:
+        return ModelInfo.left_out(file, file.problem)
+    try:
+        return read(file)
+    except Exception as error:  # of any kind, with a damaged file
+        return ModelInfo.left_out(file, str(error))
 
 
 def active(adapters: Iterable[AdapterUse]) -> Adapters:

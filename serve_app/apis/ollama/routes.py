@@ -18,7 +18,7 @@ from serve_app.apis.ollama import catalogue, preparation, serving
 from serve_app.apis.ollama.preparation import ModelChange, OllamaGeneration, OllamaLoad
 from serve_app.apis.ollama.protocol import OllamaErrorResponse
 from serve_app.apis.ollama.serving import Kind, OllamaAnswer, PullLines
-from serve_app.base.errors import PermissionDeniedError
+from serve_app.base.errors import EngineUnavailableError, PermissionDeniedError
 from serve_app.server.access.bodies import mark_unread
 from serve_app.server.answering import generation
 from serve_app.server.answering.vectors import TextsToEmbed, compute
@@ -154,7 +154,7 @@ async def _descriptions(request: Request, bodies: BodiesArgument) -> Description
     files = [(model.tokenizer, model.adapters) for model in state.models.values()]
     if getattr(state, "ollama_described", None) != files:
         state.ollama_descriptions = await bodies.work(catalogue.describe_models)
-        state.ollama_described = files
+        state.ollama_described = files if len(state.ollama_descriptions) == len(files) else None
     descriptions: Descriptions = state.ollama_descriptions
     return descriptions
 
@@ -173,7 +173,8 @@ async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -
     models = usable(models)
     aliases = [(name, model.id) for model in models.values() for name in model.aliases]
     names = [(name, name) for name in models] + [entry for entry in aliases if entry[0] != "*"]
-    return {"models": [_entry(name, described[model_id], _LISTED) for name, model_id in names]}
+    listed = [(name, described[model_id]) for name, model_id in names if model_id in described]
+    return {"models": [_entry(name, model, _LISTED) for name, model in listed]}
 
 
 @ROUTER.post("/api/show")
@@ -182,6 +183,8 @@ async def ollama_show(
     described: DescriptionsArgument,
 ) -> Response:
     """The details and capabilities of a model, Ollama's way."""
+    if model_id not in described:
+        raise EngineUnavailableError(f"The file of the model {model_id} cannot be read.")
     return JSONResponse({field: described[model_id][field] for field in _SHOWN})
 
 
@@ -196,7 +199,7 @@ async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> 
             _entry(model_id, described[model_id], (*_NAMED, "context_length"))
             | {"expires_at": expires_at, "size_vram": 0}
             for model_id, of_model in zip(models, answers, strict=True)
-            if of_model.found or of_model.missing
+            if model_id in described and (of_model.found or of_model.missing)
         ]
     }
 

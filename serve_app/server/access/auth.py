@@ -38,7 +38,7 @@ from serve_app.server.usage.ledger import Ledger
 from serve_app.server.usage.telemetry import Telemetry
 
 # What load balancers ask for, by any name and without keys.
-_OPEN_PATHS = frozenset({"/health", "/v1/health"})
+_OPEN_PATHS = frozenset({"/health", "/v1/health", "/health/live", "/livez"})
 HOLD_S = RETRY_S
 """A client that comes back although there is no room gets its refusal after so long, and cannot ask
 meanwhile."""

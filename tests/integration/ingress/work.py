@@ -134,3 +134,8 @@ def names(models: Models, body: bytes) -> list[str]:
 
 def sleep(models: Models, body: bytes) -> None:
     time.sleep(float(body))
+
+
+def tokens_of(models: Models, body: bytes) -> int:
+    """How many tokens a text has in the vocabulary of the model of this name."""
+    return len(find(models, body.decode()).tokenizer.encode("The quick brown fox."))

@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from serve_app.base.errors import InvalidRequestError
+from serve_app.base.errors import CorralError, InvalidRequestError
 from serve_app.base.types import (
     Accepted,
     FetchingReplica,
@@ -276,6 +276,8 @@ class ScriptedEngine:
         if self.vectors is not None:
             return self.vectors
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
+
+    failure: CorralError | None = None
 
     async def load(self) -> None:
         self.is_loaded = True
