@@ -347,8 +347,12 @@ def _end(process: subprocess.Popen[bytes], end_s: float) -> None:
             return
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
-        with suppress(Stopped, subprocess.TimeoutExpired):
+        try:
             process.wait(end_s)
+        except Stopped:
+            continue
+        except subprocess.TimeoutExpired:
+            break
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
