@@ -132,8 +132,8 @@ def block(kind: str, **fields: Any) -> dict[str, Any]:
             "user",
             [block("tool_result", tool_use_id="t", content=[
                 block("tool_reference", tool_name="x"), block("text", text="r")])],
-            "tool:r",
-            "messages.content.content.tool_reference",
+            "tool:The function x is no longer there.\nr",
+            None,
         ),
         ("user", [block("tool_result", tool_use_id="t", content=None)], "tool:", None),
         ("user", [block("tool_result", tool_use_id="t", content={"t": 21})], 'tool:{"t": 21}', None),
