@@ -242,76 +242,6 @@ class ThinkingBlock(BaseModel):
     thinking: str = ""
 
 
-Content = list[
-    Annotated[
-        Annotated[TextBlock, Tag("text")]
-        | Annotated[PictureBlock, Tag("image")]
-        | Annotated[ToolUseBlock, Tag("tool_use")]
-        | Annotated[ToolResultBlock, Tag("tool_result")]
-        | Annotated[ThinkingBlock, Tag("thinking")]
-        | Annotated[ReferenceBlock, Tag("tool_reference")]
-        | Annotated[SearchResultBlock, Tag("tool_search_tool_result")]
-        | Annotated["ToolChangeBlock", Tag("tool_change")]
-        | Annotated[Foreign, Tag("foreign")],
-        Discriminator(_kind),
-        AnyMember,
-    ]
-]
-
-
-Effort = Literal["low", "medium", "high", "xhigh", "max"]
-
-
-class MessageOutputConfig(RequestModel):
-    """`output_config` of a system message."""
-
-    effort: Effort | None = None
-    """The effort from here on, in the place of the request's."""
-
-
-class Message(RequestModel):
-    """A message."""
-
-    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
-    role: str
-    content: Annotated[
-        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
-    ] = Field(default=[])
-    clear_at: Literal["next_user_message", "never"] | None = None
-    """How long the model sees a system message's text."""
-    output_config: MessageOutputConfig | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Message:
-        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
-        foreign: tuple[type, ...] = (*of_assistant, *of_user)
-        if self.role != "system":
-            others = of_user if self.role == "assistant" else (ToolUseBlock,)
-            foreign = (*others, ToolChangeBlock)
-        for block in self.content:
-            if isinstance(block, foreign):
-                message = (
-                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
-                )
-                raise InvalidRequestError(message, "messages")
-        return self
-
-    def as_turns(self, later: LaterTools, *, reasoning: bool, is_cleared: bool) -> list[Turn]:
-        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's. Of a
-        message that is cleared, only the tools are left that it adds or removes."""
-        results = [b.as_turn(later) for b in self.content if isinstance(b, ToolResultBlock)]
-        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
-        kept = [b for b in self.content if not is_cleared or isinstance(b, ToolChangeBlock)]
-        parts = _canonical_parts(kept, later)
-        if (results or is_cleared or self.output_config is not None) and not parts:
-            return results
-        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
-        keeps = reasoning and self.role == "assistant"
-        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
-        return [*results, turn]
-
-
 Json = dict[str, Any]
 _TEXT = {"type": "string"}
 _RANGE = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
@@ -491,3 +421,73 @@ def names_left_out(request: Any) -> Set[str]:
     tools = request.get("tools") if isinstance(request, dict) else None
     left_out = filter(_is_left_out, tools if isinstance(tools, list) else [])
     return {name for tool in left_out if isinstance(name := tool.get("name"), str)}
+
+
+Content = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[ToolUseBlock, Tag("tool_use")]
+        | Annotated[ToolResultBlock, Tag("tool_result")]
+        | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[ReferenceBlock, Tag("tool_reference")]
+        | Annotated[SearchResultBlock, Tag("tool_search_tool_result")]
+        | Annotated[ToolChangeBlock, Tag("tool_change")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(_kind),
+        AnyMember,
+    ]
+]
+
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class MessageOutputConfig(RequestModel):
+    """`output_config` of a system message."""
+
+    effort: Effort | None = None
+    """The effort from here on, in the place of the request's."""
+
+
+class Message(RequestModel):
+    """A message."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    role: str
+    content: Annotated[
+        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
+    ] = Field(default=[])
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """How long the model sees a system message's text."""
+    output_config: MessageOutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
+        foreign: tuple[type, ...] = (*of_assistant, *of_user)
+        if self.role != "system":
+            others = of_user if self.role == "assistant" else (ToolUseBlock,)
+            foreign = (*others, ToolChangeBlock)
+        for block in self.content:
+            if isinstance(block, foreign):
+                message = (
+                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
+                )
+                raise InvalidRequestError(message, "messages")
+        return self
+
+    def as_turns(self, later: LaterTools, *, reasoning: bool, is_cleared: bool) -> list[Turn]:
+        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's. Of a
+        message that is cleared, only the tools are left that it adds or removes."""
+        results = [b.as_turn(later) for b in self.content if isinstance(b, ToolResultBlock)]
+        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
+        kept = [b for b in self.content if not is_cleared or isinstance(b, ToolChangeBlock)]
+        parts = _canonical_parts(kept, later)
+        if (results or is_cleared or self.output_config is not None) and not parts:
+            return results
+        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        keeps = reasoning and self.role == "assistant"
+        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
+        return [*results, turn]

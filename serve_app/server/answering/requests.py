@@ -65,6 +65,14 @@ class ObfuscationOptions(RequestModel):
     """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
+class PromptCacheOptions(RequestModel):
+    """`prompt_cache_options`. Prompts are cached anyway."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prewarm": (None, False)}
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
+    INERT: ClassVar[frozenset[str]] = frozenset({"comparison_response_id", "mode", "ttl"})
+
+
 class StreamOptions(ObfuscationOptions):
     """`stream_options`."""
 
@@ -432,8 +440,10 @@ class ChatRequest(GenerationParams):
         "modalities": (None, ["text"]),
         "audio": (None,),
         "web_search_options": (None,),
+        "moderation": (None,),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - {"function_call"}
+    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None
     """Whether to tell every token's log probability."""
@@ -475,6 +485,7 @@ class ChatRequest(GenerationParams):
     `reasoning_effort`, `enable_thinking` and `thinking`; `none` and `minimal`: not at all."""
     verbosity: Verbosity | None = None
     """Told to the chat template, which may know what to do with it."""
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @field_validator("response_format", mode="before")
     @classmethod

@@ -33,7 +33,8 @@ PLACEHOLDER = {
 TOOLS = [SEARCH, WEATHER, CLOCK, PLACEHOLDER]
 SHOWN = (
     '<functions>\n<function>{"description": "Wéather.", "name": "weather", "parameters": '
-    '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}</function>\n</functions>'
+    '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}</function>'
+    "\n</functions>"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 ASKED = {"role": "user", "content": "Hi"}

@@ -209,8 +209,6 @@ async def test_anthropics(
             None,
         ),
         ([block("web_search_call", id="w", action={"query": "q"})], None, "input.web_search_call"),
-        ([block("compaction", encrypted_content="x")], None, "input.compaction"),
-        ([block("item_reference", id="x")], None, "input.item_reference"),
         (
             [block("mcp_call", name="m", arguments="{}", output="r")],
             "assistant:r",
