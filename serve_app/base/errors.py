@@ -8,6 +8,7 @@
     |   |   |   `-- TextTooLongError  400 context_length_exceeded
     |   |   |-- ConstraintError       400 constraint_failed
     |   |   |-- KeyLimitError         400 key_limit_exceeded
+    |   |   |-- FieldRefusedError     400 invalid_request_error, with details
     |   |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
     |   |   `-- PreviousResponseError 400 previous_response_not_found
     |   |-- PermissionDeniedError   403 permission_denied
@@ -142,6 +143,15 @@ class TextTooLongError(PromptTooLongError):
 
 class KeyLimitError(InvalidRequestError, code="key_limit_exceeded"):
     """The request is larger than its API key may send."""
+
+
+class FieldRefusedError(InvalidRequestError):
+    """A field is refused in words by which its clients do without it."""
+
+    def __init__(self, message: str, param: str | None, details: Mapping[str, Any]) -> None:
+        """`details` has the `error_code` that those clients know."""
+        Exception.__init__(self, message, param, details)
+        self.message, self.param, self.details = message, param, details
 
 
 class PicturesWantedError(InvalidRequestError):

@@ -118,6 +118,7 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
+        later_tools=prepared.later_tools,
     )
     answer = ResponseAnswer(
         stored, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates

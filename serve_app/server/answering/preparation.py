@@ -248,7 +248,7 @@ def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str)
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
         generation(model, body, [prompt], n, sampling, prompt_field, media),
-        body.tools_for_template() if body.parse_tool_calls else [],
+        [tool.for_template() for tool in body.offered_tools if body.parse_tool_calls],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
         prefill,
