@@ -38,6 +38,8 @@ class ThinkingPhase(Enum):
     PERHAPS = 1
     BEGUN = 2
     """The prompt begins it."""
+    BEHIND = 3
+    """The prompt has the beginning of the answer itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,18 @@ class Dialect:
         """The mark of a lexeme that ends with the first such delimiter, where that is a text."""
         return "[lazy]" if self.delimiter_token(delimiter) is None else ""
 
+    def forced_start(self, *, has_calls: bool) -> str:
+        """The rule `start`: reasoning, if there is any, and then `answer`, or with the flag `calls`."""
+        write, form = self.write, self.tool_format
+        if form.forced_start is not None and self.thinking is not ThinkingPhase.BEHIND:
+            return form.forced_start(write, has_calls, self.thinking is not ThinkingPhase.NEVER)
+        opening = "" if form.opening is None else write(form.opening)
+        return self.after_thinking(f"answer | {opening} calls" if has_calls else "answer")
+
     def after_thinking(self, body: str) -> str:
         """The rule `start`: reasoning, if there is any, and then the body."""
-        if self.thinking is ThinkingPhase.NEVER or self.tool_format.has_channels:
+        is_past = self.thinking in (ThinkingPhase.NEVER, ThinkingPhase.BEHIND)
+        if is_past or self.tool_format.has_channels:
             return f"start: {body}"
         thought = "thought GAP?"
         if self.thinking is ThinkingPhase.PERHAPS:
@@ -85,12 +96,7 @@ def from_json_schema(
 ) -> str:
     """A JSON text that the schema validates, after the reasoning of the dialect, if there is one."""
     rule = f"answer: {lark.value(_fit_schema(schema, param, loosened))}"
-    if dialect is None:
-        start = "start: answer"
-    elif dialect.tool_format.forced_start is not None:
-        start = dialect.tool_format.forced_start(dialect.write, False)
-    else:
-        start = dialect.after_thinking("answer")
+    start = "start: answer" if dialect is None else dialect.forced_start(has_calls=False)
     return _check_ends(_grammar(start, rule), param)
 
 
@@ -124,9 +130,7 @@ def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
     if forced:
         return f"start: {opening} calls"
     if has_answer:
-        if form.forced_start is not None:
-            return form.forced_start(dialect.write, True)
-        return dialect.after_thinking(f"answer | {opening} calls")
+        return dialect.forced_start(has_calls=True)
     if form.free_start is not None:
         start = form.free_start(dialect.write)
         if not form.holds_answers:

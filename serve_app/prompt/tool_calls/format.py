@@ -35,8 +35,9 @@ class ToolFormat:
     """Converts a message to the form that its templates take."""
     free_start: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, where that is not text and then calls."""
-    forced_start: Callable[[lark.Delimiter, bool], str] | None = None
-    """The rule `start` of answers that match `answer` or, with the flag, `calls` (channels)."""
+    forced_start: Callable[[lark.Delimiter, bool, bool], str] | None = None
+    """The rule `start` of answers that match `answer` or, with the first flag, `calls`; with the second,
+    reasoning may come first (channels)."""
     unwritable: str | None = None
     """A regular expression of what no parameter can have, where names have no quotation marks."""
     holds_answers: bool = False

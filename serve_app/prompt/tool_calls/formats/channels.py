@@ -100,13 +100,17 @@ opened{_lazy(call)}: TEXT {call}
 {_thought_rules(tags.thought, delimiter)}"""
 
 
-def _forced_start(delimiter: lark.Delimiter, has_calls: bool, *, tags: _Tags) -> str:
+def _forced_start(
+    delimiter: lark.Delimiter, has_calls: bool, may_think: bool, *, tags: _Tags
+) -> str:
     begin = end = ""
     if tags.response is not None:
         begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
     calls = f"| {delimiter(tags.opening)} calls" if has_calls else ""
-    rules = _thought_rules(tags.thought, delimiter)
-    return f"start: thought* ({begin} answer {end} {calls})\n{rules}"
+    answer = f"({begin} answer {end} {calls})"
+    if not may_think:
+        return f"start: {answer}"
+    return f"start: thought* {answer}\n{_thought_rules(tags.thought, delimiter)}"
 
 
 # -- Command R7B and Command A ----------------------------------------------------------------------------
@@ -360,9 +364,10 @@ PLAIN: /[^<](.|\\n)*/
 {_before(delimiter)}"""
 
 
-def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool) -> str:
+def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool, may_think: bool) -> str:
     calls = "calls |" if has_calls else ""
-    return f"start: before* ({calls} {_final(delimiter)} answer)\n{_before(delimiter)}"
+    answer = f"({calls} {_final(delimiter)} answer)"
+    return f"start: before* {answer}\n{_before(delimiter)}" if may_think else f"start: {answer}"
 
 
 def _final(delimiter: lark.Delimiter) -> str:
