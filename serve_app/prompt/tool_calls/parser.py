@@ -178,6 +178,10 @@ class CallParser:
         if (yield from text.after_blanks()) != "{":
             raise NoCallError
         self._tell(CallPiece(name, ""))
+        if (yield from text.is_empty_object()):  # with any blanks in it
+            self._tell(CallPiece(None, "{}"))
+            self._n_told += 1
+            return [ToolCall(name, "{}")]
         self._arguments = []
         yield from text.skip_json()
         self._tell_arguments()

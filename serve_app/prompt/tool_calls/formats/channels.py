@@ -254,18 +254,16 @@ class _Written:
         self.rules: list[str] = []
 
     def object_of(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """The object, by a rule for each property, for what may come from there on before any other one,
-        and one for what may come behind others."""
+        """The object, by rules of its properties."""
         needed, name = schema.get("required"), f"of_{len(self.rules)}"
         needed = needed if isinstance(needed, list) else []
-        self.rules.append(f'{name}_end: ""')
-        first = rest = f"{name}_end"
-        for i, (key, inner) in enumerate(sorted(lark.properties_of(schema).items(), reverse=True)):
-            pair = f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)} {rest}"
-            others = ("", "") if key in needed else (f" | {first}", f" | {rest}")
-            first, rest = f"{name}_first_{i}", f"{name}_rest_{i}"
-            self.rules += [f"{first}: {pair}{others[0]}", f'{rest}: "," {pair}{others[1]}']
-        return f'"{{" {first} "}}"'
+        self.rules.append("")  # takes the number
+        members = [
+            (f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)}", key in needed)
+            for key, inner in sorted(lark.properties_of(schema).items())
+        ]
+        self.rules += lark.listed(name, members, '","')
+        return f'"{{" {name} "}}"'
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
         types, known = lark.types_of(schema, root), lark.resolve(schema, root)

@@ -103,6 +103,11 @@ EXAMPLES = {
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Tromsø", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
     ),
+    "lfm2": Example(
+        '<|tool_call_start|>[get_weather(city="Tromsø", days=2)]<|tool_call_end|>',
+        '<|tool_call_start|>[now()]<|tool_call_end|>',
+        '<|tool_call_start|>[get_weather(city="Tromsø", days=2), now()]<|tool_call_end|>',
+    ),
     "llama3": Example(
         '{"name": "get_weather", "parameters": {"city": "Tromsø", "days": 2}}',
         '{"name": "now", "parameters": {}}',
@@ -132,6 +137,11 @@ EXAMPLES = {
         '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|/tool_call|>',
         '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
         '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|/tool_call|><|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
+    ),
+    "pythonic": Example(
+        "<|tool_call_start|>[get_weather(city='Tromsø', days=2)]<|tool_call_end|>",
+        "<|tool_call_start|>[now()]<|tool_call_end|>",
+        "<|tool_call_start|>[get_weather(city='Tromsø', days=2), now()]<|tool_call_end|>",
     ),
     "qwen-coder": Example(
         '<tool_call>\n<function=get_weather>\n<parameter=city>\nTromsø\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>',
