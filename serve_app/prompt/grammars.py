@@ -66,7 +66,7 @@ class Dialect:
         write, form = self.write, self.tool_format
         if form.forced_start is not None and self.thinking is not ThinkingPhase.BEHIND:
             return form.forced_start(write, has_calls, self.thinking is not ThinkingPhase.NEVER)
-        opening = "" if form.opening is None else write(form.opening)
+        opening = "" if form.opening is None else " ".join(lark.pieces(form.opening, write))
         return self.after_thinking(f"answer | {opening} calls" if has_calls else "answer")
 
     def after_thinking(self, body: str) -> str:
@@ -126,7 +126,7 @@ def from_tool_calls(
 def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
     """The rule `start`, and the rules that only it needs."""
     form = dialect.tool_format
-    opening = "" if form.opening is None else dialect.write(form.opening)
+    opening = "" if form.opening is None else " ".join(lark.pieces(form.opening, dialect.write))
     if forced:
         return f"start: {opening} calls"
     if has_answer:

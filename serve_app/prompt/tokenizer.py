@@ -295,9 +295,11 @@ class Tokenizer:
         """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
         or whole. Reasoning stays in the content unless `thinks`."""
         form, names = self.tool_format, FunctionNames.of_tools(tools)
-        tools = names.rename(tools)
+        tools, is_thinking = names.rename(tools), self.is_reasoning(prompt)
         calls = (
-            form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
+            form.parser(
+                tools, in_pieces=in_pieces, splits_reasoning=thinks, is_thinking=is_thinking
+            )
             if tools or form.has_channels
             else None
         )
@@ -306,7 +308,7 @@ class Tokenizer:
             calls,
             names,
             thinks=thinks and has_tags,
-            is_thinking=self.is_reasoning(prompt),
+            is_thinking=is_thinking,
             tags=self.reasoning_tags,
         )
 

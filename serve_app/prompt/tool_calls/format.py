@@ -44,6 +44,10 @@ class ToolFormat:
     """Whether a grammar holds all answers to chats with tools."""
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
+    thinks: bool = True
+    """Whether answers on its channels may have reasoning."""
+    thought: tuple[str, str] | None = None
+    """The texts around reasoning, where a prompt may end with the first."""
     is_shown: bool = False
     """Whether a template's own way of writing calls takes the place of the format, if it shows."""
     describe: Describe | None = None
@@ -64,8 +68,11 @@ class ToolFormat:
         *,
         in_pieces: bool = False,
         splits_reasoning: bool = True,
+        is_thinking: bool = False,
     ) -> CallParser:
-        """The parser of an answer to a chat with these tools, as OpenAI describes them."""
+        """The parser of an answer to a chat with these tools, as OpenAI describes them. `is_thinking` says
+        whether the prompt has begun the reasoning."""
         parser = self.make_parser([tool["function"] for tool in tools])
         parser.in_pieces, parser.splits_reasoning = in_pieces, splits_reasoning
+        parser.is_thinking = is_thinking and self.thought is not None
         return parser

@@ -49,6 +49,8 @@ class CallParser:
     """Whether calls are told in pieces. To be set before the first text."""
     splits_reasoning = True
     """Whether reasoning is no content, in formats with channels. To be set before the first text."""
+    is_thinking = False
+    """Whether the prompt has the first tag of reasoning, in formats with channels. To be set as well."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}

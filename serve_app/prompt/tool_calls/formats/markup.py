@@ -286,19 +286,13 @@ def _tagged_bodies(
 
 
 def _lark_pieces(literal: str, delimiter: lark.Delimiter) -> list[str]:
-    """The pieces of the literal in Lark: texts, and tokens for tags where the vocabulary has these."""
-    pieces: list[str] = []
-    text = ""
-    for part in _SAID.split(literal):
-        token = "PLACE" if part in (ID, WORD) else ""
-        if re.fullmatch(_TAG, part) and not delimiter(part).startswith('"'):
-            token = delimiter(part)
-        if token:
-            pieces += [lark.text(text), token] if text else [token]
-            text = ""
-        else:
-            text += part
-    return [*pieces, lark.text(text)] if text else pieces
+    """The pieces of the literal in Lark: texts, tokens, and places."""
+    parts = re.split(f"([{ID}{WORD}])", literal)
+    return [
+        piece
+        for part in parts
+        for piece in (["PLACE"] if part in (ID, WORD) else lark.pieces(part, delimiter, _TAG))
+    ]
 
 
 # -- what a template shows ----------------------------------------------------------------------------
