@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -20,6 +19,7 @@ from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS, SchemaError
 from serve_app.prompt.output_parser import THINK, ReasoningTags
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 
 MAX_CHARS = 2**18
 """The longest grammar, and the longest schemas of a request, as JSON and without what they say to people.
@@ -29,17 +29,6 @@ _BYTES = LLTokenizer("byte")
 
 Loosened = Callable[[Iterable[str]], None]
 """The receiver of the paths of keywords that a grammar does not hold."""
-
-
-class ThinkingPhase(Enum):
-    """Whether reasoning comes before what a grammar holds."""
-
-    NEVER = 0
-    PERHAPS = 1
-    BEGUN = 2
-    """The prompt begins it."""
-    BEHIND = 3
-    """The prompt has the beginning of the answer itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +54,14 @@ class Dialect:
         """The rule `start`: reasoning, if there is any, and then `answer`, or with the flag `calls`."""
         write, form = self.write, self.tool_format
         if form.forced_start is not None and self.thinking is not ThinkingPhase.BEHIND:
-            return form.forced_start(write, has_calls, self.thinking is not ThinkingPhase.NEVER)
+            return form.forced_start(write, has_calls, self.thinking)
         opening = "" if form.opening is None else " ".join(lark.pieces(form.opening, write))
         return self.after_thinking(f"answer | {opening} calls" if has_calls else "answer")
 
     def after_thinking(self, body: str) -> str:
         """The rule `start`: reasoning, if there is any, and then the body."""
-        is_past = self.thinking in (ThinkingPhase.NEVER, ThinkingPhase.BEHIND)
-        if is_past or self.tool_format.has_channels:
+        comes = self.thinking in (ThinkingPhase.PERHAPS, ThinkingPhase.BEGUN)
+        if not comes or self.tool_format.has_channels:
             return f"start: {body}"
         thought = "thought GAP?"
         if self.thinking is ThinkingPhase.PERHAPS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from serve_app.prompt.conversation import Turn
@@ -14,6 +15,19 @@ from serve_app.prompt.tool_calls.parser import CallParser
 
 Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
 """Puts functions, calls and results into the texts of turns."""
+
+
+class ThinkingPhase(Enum):
+    """Whether reasoning comes before what a grammar holds."""
+
+    NEVER = 0
+    PERHAPS = 1
+    BEGUN = 2
+    """The prompt begins it."""
+    BEHIND = 3
+    """The prompt has the beginning of the answer itself."""
+    OFF = 4
+    """It is switched off: none may begin, on no channel either."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +49,8 @@ class ToolFormat:
     """Converts a message to the form that its templates take."""
     free_start: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, where that is not text and then calls."""
-    forced_start: Callable[[lark.Delimiter, bool, bool], str] | None = None
-    """The rule `start` of answers that match `answer` or, with the first flag, `calls`; with the second,
-    reasoning may come first (channels)."""
+    forced_start: Callable[[lark.Delimiter, bool, ThinkingPhase], str] | None = None
+    """The rule `start` of answers that match `answer` or, with the flag, `calls` (channels)."""
     unwritable: str | None = None
     """A regular expression of what no parameter can have, where names have no quotation marks."""
     holds_answers: bool = False

@@ -13,7 +13,8 @@ from typing import Any
 from serve_app.prompt import json_schemas
 from serve_app.prompt.tool_calls.calls import Function
 
-_TAG = r"<[^<>\s]+>"
+TAG = r"\]<\][^][<>]*\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]"
+"""The pattern of texts that are tokens of their own in some vocabularies."""
 Delimiter = Callable[[str], str]
 """How a grammar says a delimiter: as a token of the vocabulary, or as its text."""
 
@@ -59,13 +60,12 @@ def listed(name: str, members: Sequence[tuple[str, bool]], comma: str) -> list[s
     return [*rules, f"{name}: {first}"]
 
 
-def pieces(literal: str, delimiter: Delimiter, tag: str = _TAG) -> list[str]:
-    """The pieces of the literal: texts, and tokens for what the pattern of tags finds where the vocabulary
-    has these."""
+def pieces(literal: str, delimiter: Delimiter) -> list[str]:
+    """The pieces of the literal: texts, and tokens for tags where the vocabulary has these."""
     found: list[str] = []
     plain = ""
-    for part in re.split(f"({tag})", literal):
-        if re.fullmatch(tag, part) and not delimiter(part).startswith('"'):
+    for part in re.split(f"({TAG})", literal):
+        if re.fullmatch(TAG, part) and not delimiter(part).startswith('"'):
             found += [text(plain), delimiter(part)] if plain else [delimiter(part)]
             plain = ""
         else:

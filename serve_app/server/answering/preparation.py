@@ -384,7 +384,7 @@ def _chat_grammar(
     if is_begun:
         dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.BEHIND)
     elif not _may_think(model, body):
-        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.NEVER)
+        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.OFF)
     schema = constraint if constraint is not None and constraint.kind == "schema" else None
     tool_format = dialect.tool_format
     # Text that is begun is not in the form to which a format may hold all answers.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
-from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.format import ThinkingPhase, ToolFormat
 from serve_app.prompt.tool_calls.formats.markup import (
     ID,
     WORD,
@@ -31,6 +31,8 @@ from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader, deco
 class ChannelParser(CallParser):
     """Tags are no content, but the tags of calls that are none."""
 
+    again = ""
+    """The text that a call behind another begins with, where that is another one."""
     thought: tuple[str, str]
     """The texts before and after reasoning."""
     dropped: tuple[str, ...] = ()
@@ -41,7 +43,8 @@ class ChannelParser(CallParser):
     def __init__(self, functions: Sequence[Function] = (), **options: Any) -> None:
         super().__init__(functions, **options)
         self._opened = ""
-        self._tags = (self.opening, *self.thought, *self.dropped)
+        self._openings = tuple(filter(None, (self.opening, self.again)))
+        self._tags = (*self._openings, *self.thought, *self.dropped)
         self._pattern = re.compile("|".join(map(re.escape, self._tags)))
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
@@ -59,10 +62,10 @@ class ChannelParser(CallParser):
 
     def _drops_lines(self) -> bool:
         """Whether line ends before the opening are no content."""
-        return self._opened in ("", self.opening)
+        return self._opened in ("", *self._openings)
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
-        if self._opened == self.opening:
+        if self._opened in self._openings:
             return (yield from self._calls(text)) if self._schemas else ()
         if self._opened == self.thought[0]:
             yield from text.run(self.thought_header)
@@ -103,10 +106,8 @@ thought_end{_lazy(closing)}: TEXT {closing}
 TEXT: /(.|\\n)*/"""
 
 
-def _begun_thought(tags: _Tags, delimiter: lark.Delimiter) -> str:
-    """The rule of what may come before an answer."""
-    behind = " ".join(lark.pieces(tags.behind, delimiter))
-    return f"(thought* | thought_end {behind})" if tags.begins else "thought*"
+def _end_of_thought(tags: _Tags, delimiter: lark.Delimiter) -> str:
+    return " ".join(["thought_end", *lark.pieces(tags.behind, delimiter)])
 
 
 def _optional(tags: tuple[str, ...], delimiter: lark.Delimiter) -> list[str]:
@@ -123,20 +124,23 @@ def _free_start(delimiter: lark.Delimiter, *, tags: _Tags) -> str:
     begin, end = _optional(tags.response, delimiter)
     call = " ".join(lark.pieces(tags.opening, delimiter))
     closed = "" if _lazy(call) else end
-    return f"""start: {_begun_thought(tags, delimiter)} {begin} (TEXT {closed} | opened calls)
+    begun = f"| {_end_of_thought(tags, delimiter)}" if tags.begins else ""
+    return f"""start: (thought* {begun}) {begin} (TEXT {closed} | opened calls)
 opened{_lazy(call)}: TEXT {closed} {call}
 {_thought_rules(tags, delimiter)}"""
 
 
 def _forced_start(
-    delimiter: lark.Delimiter, has_calls: bool, may_think: bool, *, tags: _Tags
+    delimiter: lark.Delimiter, has_calls: bool, phase: ThinkingPhase, *, tags: _Tags
 ) -> str:
     begin, end = _optional(tags.response, delimiter)
     calls = f"| {' '.join(lark.pieces(tags.opening, delimiter))} calls" if has_calls else ""
     answer = f"({begin} answer {end} {calls})"
-    if not may_think:
+    if phase is ThinkingPhase.OFF:
         return f"start: {answer}"
-    return f"start: {_begun_thought(tags, delimiter)} {answer}\n{_thought_rules(tags, delimiter)}"
+    is_begun = phase is ThinkingPhase.BEGUN
+    before = _end_of_thought(tags, delimiter) if is_begun else "thought*"
+    return f"start: {before} {answer}\n{_thought_rules(tags, delimiter)}"
 
 
 # -- Command R7B and Command A ----------------------------------------------------------------------------
@@ -327,10 +331,12 @@ class MarkedCallsParser(ChannelParser, MarkupParser):
                 filter(None, (*tags.response, tags.behind, *markup.section[1:], *_ENDS_OF_TURNS))
             ),
         )
+        if not markup.section[1]:
+            self.again = markup.call[0].partition(ID)[0]
         super().__init__(functions, markup=markup)
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        return MarkupParser._read(self, text)
+        return self._next(text, self._opened) if self.again else MarkupParser._read(self, text)
 
 
 _SOLAR, _KIMI_K3 = (
@@ -399,17 +405,18 @@ def _recipient_rules(
         f"{lark.text(function['name'] + _LINE_END)} {lark.arguments(function)}"
         for function in functions
     ]
-    more = f'("{RECIPIENT}" call)*' if parallel else ""
+    more = f"({delimiter(RECIPIENT)} call)*" if parallel else ""
     return f"calls: call {more}\n{lark.one_of('call', bodies)}"
 
 
-def _recipient_free_start(_: lark.Delimiter) -> str:
+def _recipient_free_start(delimiter: lark.Delimiter) -> str:
+    mark = delimiter(RECIPIENT)
     return f"""start: {lark.text(_EVERYBODY)} (TEXT | opened calls) | calls
-opened[lazy]: TEXT "{RECIPIENT}"
+opened{_lazy(mark)}: TEXT {mark}
 TEXT: /(.|\\n)*/"""
 
 
-def _recipient_forced_start(_: lark.Delimiter, has_calls: bool, may_think: bool) -> str:
+def _recipient_forced_start(_: lark.Delimiter, has_calls: bool, __: ThinkingPhase) -> str:
     return f"start: {lark.text(_EVERYBODY)} answer {'| calls' if has_calls else ''}"
 
 
@@ -489,10 +496,12 @@ PLAIN: /[^<](.|\\n)*/
 {_before(delimiter)}"""
 
 
-def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool, may_think: bool) -> str:
+def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool, phase: ThinkingPhase) -> str:
     calls = "calls |" if has_calls else ""
     answer = f"({calls} {_final(delimiter)} answer)"
-    return f"start: before* {answer}\n{_before(delimiter)}" if may_think else f"start: {answer}"
+    if phase is ThinkingPhase.OFF:
+        return f"start: {answer}"
+    return f"start: before* {answer}\n{_before(delimiter)}"
 
 
 def _final(delimiter: lark.Delimiter) -> str:
@@ -542,7 +551,7 @@ FORMATS = (
         Markup(
             (f"<|tool_call:begin|>{ID}<|tool_call:name|>", "<|tool_call:end|>"),
             "<|tool_call:args|>",
-            section=("<|tool_calls|>", "<|calls|>"),
+            section=("<|tool_calls|>", ""),  # a token that ends answers is behind
         ),
     ),
     _marked(
@@ -555,7 +564,8 @@ FORMATS = (
             Tagged(
                 ('<|open|>argument key="', f'" type="{WORD}"<|sep|>'), "<|close|>argument<|sep|>"
             ),
-            section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            section=(_KIMI_K3.opening, "<|close|>tools<|sep|>"),
+            start=_KIMI_K3.opening,
         ),
     ),
     ToolFormat(

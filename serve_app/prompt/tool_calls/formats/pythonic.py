@@ -25,6 +25,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 _HEX = {"u": 4, "x": 2}
 _MOST_DEPTH = 64
+_FREE = {"type", "title", "description", "default", "examples"}
+"""The keywords of schemas that leave a text free."""
 
 
 class PythonicParser(CallParser):
@@ -121,14 +123,12 @@ def _read_escape(text: TextReader) -> Reading[str]:
 
 
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
-    """Values are JSON, which the parser reads as well."""
     bodies, rules = [], list[str]()
     for i, function in enumerate(functions):
         schema = function.get("parameters") or {}
-        named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         required = schema.get("required")
         members = [
-            (f"{lark.text(f'{name}=')} {lark.value(_with(named, inner))}", name in (required or ()))
+            (f"{lark.text(f'{name}=')} {_value(inner, schema)}", name in (required or ()))
             for name, inner in lark.properties_of(schema).items()
         ]
         rules += lark.listed(f"arguments_{i}", members, '", "')
@@ -140,12 +140,23 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
             'call: body ")"',
             lark.one_of("body", bodies),
             *rules,
+            r"QUOTED: /'[^'\\\n]*'/",
         ]
     )
 
 
-def _with(named: Mapping[str, Any], schema: Any) -> dict[str, Any]:
-    return {**named, **schema} if isinstance(schema, Mapping) else dict(named)
+def _value(schema: Any, root: Mapping[str, Any]) -> str:
+    """A value of this schema: as JSON, or where it is a text or a word, as Python."""
+    named = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    fields = dict(schema) if isinstance(schema, Mapping) else {}
+    types, known = lark.types_of(schema, root), lark.resolve(schema, root)
+    choices = [lark.value({**named, **fields})]
+    texts = [one for one in lark.constants(known) if isinstance(one, str)]
+    choices += [lark.text(f"'{one}'") for one in texts if not re.search(r"['\\]", one)]
+    if (not types or "string" in types) and not known.keys() - _FREE:
+        choices.append("QUOTED")
+    choices += ['"True"', '"False"'] if types == {"boolean"} else []
+    return f"({' | '.join(choices)})"
 
 
 def _written(call: Mapping[str, Any]) -> str:

@@ -164,9 +164,9 @@ EXAMPLES = {
         'get_weather\n{"city": "Tromsø", "days": 2}>>>now\n{}',
     ),
     "solar": Example(
-        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|><|calls|>',
-        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>',
-        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|><|tool_call:begin|>klmnopqrst<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>',
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|>',
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>',
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|><|tool_call:begin|>klmnopqrst<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>',
     ),
 }
 # fmt: on
