@@ -163,18 +163,18 @@ class ByteTokenizer:
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-        prefill: str = "",
+        begun: Turn | None = None,
     ) -> tuple[int, ...]:
         if conversation and conversation[0].text == "refuse":
             raise InvalidRequestError("The template refuses.", "messages")
         names = "".join(f"[{tool['function']['name']}]" for tool in tools)
         ending = (
             "".join(v for v in (extra or {}).values() if isinstance(v, str))
-            if thinks
+            if thinks and begun is None
             else "|no reasoning"
         )
         turns = "|".join(f"{turn.role}:{said(turn)}" for turn in conversation)
-        return self.encode(names + turns + ending + prefill)
+        return self.encode(names + turns + ending + ("\n\n".join(begun.texts) if begun else ""))
 
 
 Script = Sequence[TokenDelta | Exception | asyncio.Event]
