@@ -106,7 +106,7 @@ class CountTokensRequest(ModelledRequest):
         {"cache_control", "betas", "anthropic_beta", "anthropic_version"}
     )
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(min_length=1)]
     system: Texts = Field(default=[])
     tools: AnthropicTools = Field(default=[])
     tool_choice: ToolChoice | None = None

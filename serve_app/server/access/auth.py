@@ -38,6 +38,7 @@ from serve_app.server.usage.telemetry import Telemetry
 
 # What load balancers ask for, by any name and without keys.
 _OPEN_PATHS = frozenset({"/health", "/v1/health"})
+_ANTHROPICS_PATH = "/v1/messages"
 HOLD_S = RETRY_S
 """A client that comes back although there is no room gets its refusal after so long, and cannot ask
 meanwhile."""
@@ -99,12 +100,15 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        if "anthropic-version" in headers or scope["path"].startswith(_ANTHROPICS_PATH):
+            send = _with_anthropics_id(request_id, send)
         line: Caller | None = scope.get(BATCH_LINE)
         async with AsyncExitStack() as stack:
             try:
                 if self._accounts is not None and scope["path"] not in _OPEN_PATHS:
                     await self._accounts.follow()
-                caller = line or self._caller(scope, headers)
+                caller = line or self._caller(scope, headers, request_id)
                 send = _noting_status(caller, send)
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
@@ -155,7 +159,7 @@ class AccessMiddleware:
         finally:
             self._n_held -= 1
 
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+    def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
         account, is_operator = None, self._operators_are_all
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
@@ -164,7 +168,7 @@ class AccessMiddleware:
                 is_operator = account.key.admin
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
-        caller = Caller(_request_id(headers), account, address, is_operator)
+        caller = Caller(request_id, account, address, is_operator)
         within = (_milliseconds(headers, name) for name in (FIRST_TOKEN_WITHIN, END_WITHIN))
         caller.answer_by = Deadline(*within).after(-time.monotonic())
         return caller
@@ -202,6 +206,17 @@ def _closing(error: CorralError) -> dict[str, str]:
     """Nobody waits for the rest of a body that comes slowly, or lost its place."""
     is_of_body = isinstance(error, SlowRequestError | BodyEndedError)
     return {"Connection": "close"} if is_of_body else {}
+
+
+def _with_anthropics_id(request_id: str, send: Send) -> Send:
+    """The sender of an answer, with the request's id by the name that Anthropic's clients read."""
+
+    async def naming(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["request-id"] = request_id
+        await send(message)
+
+    return naming
 
 
 def _noting_status(caller: Caller, send: Send) -> Send:
