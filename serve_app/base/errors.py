@@ -23,7 +23,7 @@
     |   |-- HeadTooLargeError       431 header_too_large
     |   |-- ContentEncodingError    415 unsupported_content_encoding
     |   |-- MediaError              500 server_error, with x-should-retry: false
-    |   `-- NotSupportedError       501 not_supported_error
+    |   `-- NotSupportedError       501 not_supported_error, with x-should-retry: false
     |-- AuthenticationError       401 invalid_api_key
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
@@ -262,7 +262,7 @@ class MediaError(RequestError, status=500, type="server_error", is_final=True):
     """A message has a part that is no text: for llama-server's clients, a failure of the server."""
 
 
-class NotSupportedError(RequestError, status=501, type="not_supported_error"):
+class NotSupportedError(RequestError, status=501, type="not_supported_error", is_final=True):
     """The model, or the configuration, has not what the request needs; no other request would do."""
 
 

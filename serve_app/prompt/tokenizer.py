@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 # The labels that llama.cpp's converter gives to Qwen3's rerankers.
 _RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
-_PLACES = re.compile(r"(\{query\}|\{document\})")
+_PAIR = "{query}", "{document}"
+_PLACES = re.compile(f"({'|'.join(map(re.escape, _PAIR))})")
 # Of more models than these, a start opens the files twice.
 _MOST_OPEN = 16
 
@@ -46,6 +47,16 @@ _RECOMMENDED = {
     "penalty_last_n": "repeat_last_n",
     "penalty_repeat": "repeat_penalty",
 }
+
+
+def keep_first(tokens: Sequence[int], n_most: int) -> Sequence[int]:
+    """The first so many tokens."""
+    return tokens[:n_most]
+
+
+def keep_last(tokens: Sequence[int], n_most: int) -> Sequence[int]:
+    """The last so many tokens."""
+    return tokens[max(0, len(tokens) - n_most) :]
 
 
 class Tokenizer:
@@ -137,13 +148,39 @@ class Tokenizer:
         """Whether the first output says how relevant a document is: it is the only one, or Qwen3's."""
         return self.has_classifier and (len(self.labels) < 2 or self.labels == _RELEVANT_OR_NOT)
 
-    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
+    def encode_pair(
+        self,
+        query: str,
+        document: str,
+        n_most: int | None = None,
+        cut: Callable[[Sequence[int], int], Sequence[int]] = keep_first,
+    ) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
-        `Model.encode_pair`. Control tokens written out in the texts stay text."""
-        template = self.model.rerank_template
+        `Model.encode_pair`. Control tokens written out in the texts stay text.
+
+        If the pair has more than `n_most` tokens, its texts are `cut`, the longer one first, and the
+        template stays whole. What has no room for any text comes as it is."""
+        pair = self._encode_pair(query, document)
+        if n_most is None or len(pair) <= n_most:
+            return pair
+        of_query, of_document = self._plain(query), self._plain(document)
+        room = n_most - len(self._encode_pair("", ""))
+        while len(pair) > n_most and room > 0:
+            n_query = min(len(of_query), max(room // 2, room - len(of_document)))
+            pair = self._encode_pair(cut(of_query, n_query), cut(of_document, room - n_query))
+            room -= max(0, len(pair) - n_most)
+        return pair
+
+    def _encode_pair(
+        self, query: str | Sequence[int], document: str | Sequence[int]
+    ) -> tuple[int, ...]:
+        """The tokens of a pair, whose texts may be plain tokens already."""
+        template, pair = self.model.rerank_template, (query, document)
         if template is None:
-            return tuple(self.model.encode_pair(query, document))
-        texts = {"{query}": query, "{document}": document}
+            plain = [self._plain(one) if isinstance(one, str) else one for one in pair]
+            return tuple(self.model.encode_pair(*plain))
+        read = [one if isinstance(one, str) else self.decode(one).strip("\ufffd") for one in pair]
+        texts = dict(zip(_PAIR, read, strict=True))
         parts = _PLACES.split(template)
         own = [texts.get(part, TemplateText.own(part)) for part in parts]
         return tuple(self._encode_rendered(TemplateText.concat(own)))

@@ -108,7 +108,6 @@ def _vocabulary_file(model: ResolvedModel) -> ModelFile:
         model.defaults,
         aliases=model.aliases,
         tags=model.tags,
-        n_ctx_text=model.options.n_ctx_share,
         adapters=number_adapters(model),
         senses=senses,
         is_on_demand=model.on_demand is not None,

@@ -141,7 +141,6 @@ class ModelFile:
     """The defaults of the configuration, which take the place of those that the file recommends."""
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    n_ctx_text: int | None = None
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
     senses: Senses = NO_SENSES
     """The kinds of media that the model's projector takes."""
@@ -168,7 +167,7 @@ class ModelInfo:
 
     id: str
     n_ctx_slot: int
-    """Tokens that one request may have."""
+    """Tokens that one request may have, and a text to be embedded or ranked."""
     tokenizer: Tokenizer
     aliases: Sequence[str] = ()
     """Other names; `*` is all that no model has."""
@@ -179,8 +178,6 @@ class ModelInfo:
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
-    n_ctx_text: int | None = None
-    """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
     waits_for_requests: bool = False
     problem: str = ""
@@ -206,7 +203,7 @@ class ModelInfo:
         tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         return cls(
             file.id,
-            file.n_ctx_slot,
+            tokenizer.model.most_tokens(file.n_ctx_slot),
             tokenizer,
             aliases=file.aliases,
             tags=file.tags,
@@ -214,14 +211,9 @@ class ModelInfo:
             adapters=file.adapters,
             used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
             media=media,
-            n_ctx_text=file.n_ctx_text,
             is_on_demand=file.is_on_demand,
             waits_for_requests=file.waits_for_requests,
         )
-
-    @property
-    def longest_text(self) -> int:
-        return self.n_ctx_text or self.n_ctx_slot
 
     @property
     def sees(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from serve_app.apis.llama_server.protocol import (
     AdapterChange,
+    AnyTokenizeRequest,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -15,6 +16,8 @@ from serve_app.apis.llama_server.protocol import (
     ModelRequest,
     PropsRequest,
     SlotRequest,
+    TokenizeChat,
+    TokenizePrompt,
     TokenizeRequest,
 )
 from serve_app.base.sampling import SamplingParams, Triggers
@@ -123,9 +126,12 @@ def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
     return (*extra[max(0, len(extra) - room) :], *prompt)
 
 
-def tokenize(models: Models, request: TokenizeRequest) -> bytes:
+def tokenize(models: Models, request: AnyTokenizeRequest) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
-    tokenizer = find(models, request.model).tokenizer
+    model = find(models, request.model)
+    if not isinstance(request, TokenizeRequest):
+        return _tokens_as_vllm(model, request)
+    tokenizer = model.tokenizer
     refuse_huge("content", len(request.content))
     grant_memory(2 * CHAR_BYTES * len(request.content))  # for the answer, too
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
@@ -137,6 +143,25 @@ def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     )
 
 
+def _tokens_as_vllm(model: ModelInfo, request: TokenizePrompt | TokenizeChat) -> bytes:
+    """The answer in vLLM's form. Source: vLLM, entrypoints/serve/tokenize/protocol.py."""
+    if isinstance(request, TokenizeChat):
+        tokens = preparation.rendered_tokens(model, request, "messages")
+    else:
+        refuse_huge("prompt", len(request.prompt))
+        grant_memory(2 * CHAR_BYTES * len(request.prompt))
+        tokens = model.tokenizer.tokenize(request.prompt, request.add_special_tokens, True)
+    told = request.return_token_strs
+    return encode_json(
+        {
+            "count": len(tokens),
+            "max_model_len": model.n_ctx_slot,
+            "tokens": tokens,
+            "token_strs": list(map(model.tokenizer.model.text_of, tokens)) if told else None,
+        }
+    )
+
+
 def _piece(piece: bytes) -> str | list[int]:
     try:
         return piece.decode()
@@ -145,10 +170,11 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
-    """POST /detokenize: the answer, as JSON. Raises CorralError."""
+    """POST /detokenize: the answer, as JSON, by llama-server's name and by vLLM's. Raises CorralError."""
     model = find(models, request.model)
     refuse_unknown_tokens(model, "tokens", request.tokens)
-    return encode_json({"content": model.tokenizer.decode(request.tokens, special=True)})
+    text = model.tokenizer.decode(request.tokens, special=True)
+    return encode_json({"content": text, "prompt": text})
 
 
 def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:

@@ -264,7 +264,7 @@ async def tokenize(
         prepare_with(preparation.tokenize, example={"content": "A fox.", "with_pieces": True}),
     ],
 ) -> Response:
-    """A text's tokens."""
+    """The tokens of a text, or of a chat, as llama-server or vLLM tells them."""
     return bytes_response(answer)
 
 
@@ -274,6 +274,22 @@ async def detokenize(
 ) -> Response:
     """The text of tokens."""
     return bytes_response(answer)
+
+
+@ROUTER.get("/tokenizer_info")
+async def tokenizer_info(models: ModelsArgument, model: str | None = None) -> dict[str, Any]:
+    """What vLLM tells of a tokenizer, by the names of transformers."""
+    served = find(models, model)
+    tokenizer = served.tokenizer
+    template = tokenizer.chat_template
+    return {
+        "tokenizer_class": tokenizer.model.metadata().get("tokenizer.ggml.model", "unknown"),
+        "bos_token": tokenizer.bos or None,
+        "eos_token": tokenizer.eos or None,
+        "pad_token": None,
+        "chat_template": template if "{" in template else None,  # or a name that llama.cpp knows
+        "model_max_length": served.n_ctx_slot,
+    }
 
 
 @ROUTER.post("/apply-template")

@@ -152,6 +152,12 @@ async def response_input_tokens(
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
+@ROUTER.post("/v1/responses/render")
+async def render_response(answer: Annotated[bytes, _continue_with(preparation.render)]) -> Response:
+    """The tokens of such a response's prompt, which vLLM's routers ask for."""
+    return bytes_response(answer)
+
+
 @ROUTER.get("/v1/responses/{response_id}", responses=STREAMED)
 async def get_response(
     models: ModelsArgument,

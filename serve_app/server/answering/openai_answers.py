@@ -5,7 +5,8 @@ Source: OpenAI's API reference, "Models"; `meta` and `status` are llama-server's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import BaseModel
@@ -75,7 +76,38 @@ class ModelList(BaseModel):
     """GET /v1/models."""
 
     object: Literal["list"] = "list"
-    data: list[ModelCard]
+    data: Sequence[ModelCard]
+
+
+class AnthropicModelCard(ModelCard):
+    """An entry for Anthropic's clients."""
+
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """The time of `created`, in RFC 3339's form."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+
+    @classmethod
+    def of(cls, card: ModelCard) -> AnthropicModelCard:
+        """The entry with the fields that Anthropic's clients read."""
+        created_at = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return cls(
+            **dict(card),
+            display_name=card.id,
+            created_at=created_at,
+            max_input_tokens=card.n_ctx_slot,
+        )
+
+
+class AnthropicModelList(ModelList):
+    """GET /v1/models for Anthropic's clients: all models are on one page."""
+
+    data: Sequence[AnthropicModelCard]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
 
 
 def model_card(model: ServedModel) -> ModelCard:

@@ -329,6 +329,20 @@ def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     return _render(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 
+def rendered_tokens(model: ModelInfo, body: ChatRequest, prompt_field: str) -> tuple[int, ...]:
+    """The prompt of a chat without pictures and sounds, whose tokens an engine counts. Raises
+    InvalidRequestError."""
+    prompt = chat_prompt(model, body)
+    if any(token < 0 for token in prompt):
+        raise InvalidRequestError("The tokens of pictures and sounds are not told.", prompt_field)
+    return prompt
+
+
+def describe_prompt(tokens: Sequence[int]) -> dict[str, Any]:
+    """What vLLM's routes `/render` tell of a prompt, as far as routers read it."""
+    return {"request_id": uuid.uuid4().hex, "token_ids": tokens, "features": None}
+
+
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
     return str(_render(model, body, *_turns(model, body), model.tokenizer.render_chat))
 

@@ -152,8 +152,19 @@ class ByteTokenizer:
     def encode_infill_files(self, files: list[tuple[str, str]]) -> tuple[int, ...]:
         return self.encode("".join(f"[{name}:{text}]" for name, text in files))
 
-    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
-        return self.encode(f"{query}|{document}")
+    encode_pair = Tokenizer.encode_pair
+
+    def _plain(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def _encode_pair(
+        self, query: str | Sequence[int], document: str | Sequence[int]
+    ) -> tuple[int, ...]:
+        """The texts with a template's `|` between them."""
+        asked, told = (
+            one if isinstance(one, str) else self.decode(one) for one in (query, document)
+        )
+        return self.encode(f"{asked}|{told}")
 
     def encode_chat(
         self,
