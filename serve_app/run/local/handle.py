@@ -20,6 +20,7 @@ from serve_app.base.types import FetchingReplica
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.local.calls import Connection
+from serve_app.run.replica.reporting import lost_replicas
 from serve_app.store.shared_entries import fetching_replicas
 
 logger = logging.getLogger("corral.local")
@@ -67,6 +68,7 @@ class LocalHandle:
         self._model, self._folder, self._reserved_cpus = model, folder, reserved_cpus
         self._connection: Connection | None = None
         self._replica_id = ""
+        self._lost = lost_replicas(model.id)
         self._is_up = asyncio.Event()
         self._is_closing = False
         self._address: Address | None = None
@@ -80,6 +82,7 @@ class LocalHandle:
             began = time.monotonic()
             try:
                 await self._serve(child)
+                self._lost.inc()
             except CorralError as error:
                 is_last = isinstance(error, ConfigError) or n_failed + 1 == _FIRST_STARTS
                 if is_last and not was_up:
