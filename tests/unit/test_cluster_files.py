@@ -304,22 +304,53 @@ def test_units_find_their_settings() -> None:
     assert len(of_clusters) == 3
 
 
-def test_a_single_server_may_write_where_it_writes() -> None:
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_may_write_where_it_writes(unit: Path) -> None:
     """Its variables name folders that systemd makes."""
-    text = (CLUSTER / "systemd/corral.service").read_text()
+    text = unit.read_text()
     (environment,) = re.findall(r"^Environment=(.*)$", text, re.M)
     set_ = dict(one.split("=", 1) for one in environment.split())
     folders = dict(re.findall(r"^(Cache|State|Runtime)Directory=(.*)$", text, re.M))
     assert Path("/var/lib", folders["State"]) == Path(set_["HOME"])
-    assert Path("/run", folders["Runtime"]) == Path(set_["XDG_RUNTIME_DIR"])
+    if "Runtime" in folders:
+        assert Path("/run", folders["Runtime"]) == Path(set_["XDG_RUNTIME_DIR"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", set_["XDG_CACHE_HOME"])
         assert cache_folder() == Path("/var/cache", folders["Cache"])
-    assert "KillMode=mixed" in text.splitlines()  # Ray's processes end when Corral says so
     for line in re.findall(r"^Exec\w+=/opt/corral/\.venv/bin/corral (.*)$", text, re.M):
         command, *words = line.split()
         options = {one for p in _commands()[command].params for one in p.opts}
         assert {word for word in words if word.startswith("-")} <= options
+
+
+def test_rays_processes_end_when_a_single_server_says_so() -> None:
+    assert "KillMode=mixed" in (CLUSTER / "systemd/corral.service").read_text().splitlines()
+
+
+def test_units_are_confined_alike() -> None:
+    """But for /tmp, where Prometheus finds Ray's nodes."""
+    confined = {unit.name: _confinement(unit) for unit in UNITS}
+    single = confined["corral.service"]
+    assert single["ProtectSystem"] == "strict"
+    for name, settings in confined.items():
+        if name in ("corral-head.service", "corral-worker.service"):
+            assert settings.pop("ReadWritePaths") == "/tmp"
+            settings["PrivateTmp"] = "yes"
+        assert settings == single, name
+
+
+def _confinement(unit: Path) -> dict[str, str]:
+    """The settings of systemd.exec's sandbox."""
+    lines = dict(line.split("=", 1) for line in re.findall(r"^\w+=.*$", unit.read_text(), re.M))
+    names = r"Protect|Private|Restrict|ReadWrite|NoNew|Capability|LockP|SystemCall"
+    return {name: value for name, value in lines.items() if re.match(names, name)}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_rates_a_unit_as_confined(unit: Path) -> None:
+    done = _run("systemd-analyze", "security", "--offline=true", "--threshold=37", unit)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _commands() -> dict[str, Any]:
