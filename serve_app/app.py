@@ -35,6 +35,7 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import ModelConfig, with_models, without
 from serve_app.run.ingress import settings_for
 from serve_app.run.model_host import ConfiguredHost
+from serve_app.run.preflight import require_cache
 from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
 from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
@@ -49,8 +50,12 @@ def build(args: dict[str, Any]) -> Application:
     """The application for `applications[0].args`. Serve calls this, and gives no other argument. Without
     `args`, as in `serve run serve_app.app:build`, the model that comes with Corral is served.
 
-    Raises RayServeException like `application`.
+    Raises RayServeException like `application`, and where this node has no folder to write to.
     """
+    try:
+        require_cache()
+    except ConfigError as error:
+        raise RayServeException(str(error)) from None
     return application(args or _BUILTIN)
 
 

@@ -39,6 +39,17 @@ def _make(
     kind: str, name: str, what: str, ends: Sequence[float] | None, labels: Sequence[str], tags: Tags
 ) -> Any:
     boundaries = () if ends is None else (list(ends),)
-    metric = getattr(metrics, kind)(name, what, *boundaries, tuple(labels))
+    of_kind = RayCounter if kind == "Counter" else getattr(metrics, kind)
+    metric = of_kind(name, what, *boundaries, tuple(labels))
     metric.set_default_tags(dict(tags))
     return metric
+
+
+class RayCounter(metrics.Counter):
+    """Ray's counter, which takes 0 as well."""
+
+    def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
+        if value:
+            super().inc(value, tags)
+        else:
+            self._record(value, tags)

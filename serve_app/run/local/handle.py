@@ -28,6 +28,7 @@ from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.run.local.calls import Connection
+from serve_app.run.replica.reporting import lost_replicas
 from serve_app.store.shared_entries import fetching_replicas
 
 logger = logging.getLogger("corral.local")
@@ -87,6 +88,7 @@ class LocalHandle:
         self._options = options
         self._connection: Connection | None = None
         self._replica_id = ""
+        self._lost = lost_replicas(model.id)
         self._is_up = False
         self.failure: CorralError | None = None
         """The reason why the model cannot be loaded, if the last process could not."""
@@ -104,6 +106,7 @@ class LocalHandle:
             began = time.monotonic()
             try:
                 await self._serve(child)
+                self._lost.inc()
             except CorralError as error:
                 is_last = isinstance(error, ConfigError) or n_failed + 1 >= _FIRST_STARTS
                 if is_last:
