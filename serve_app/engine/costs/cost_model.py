@@ -26,9 +26,9 @@ import numpy as np
 # deviations: more may be a hiccup. One that stays is learnt anyway.
 _NOISE, _MOST_DEVIATIONS = 0.08**2, 2.0
 # The variances of factors at first: of the speed, the bases, and the slopes.
-_SPEED, _BASE, _SLOPES = 0.005, 0.02, 1.0
+_SPEED, _BASE, _SLOPES = 0.01, 0.02, 1.0
 # What an error that is too large to be noise adds to the speed's: the machine may have changed.
-_CHANGED = 0.03
+_CHANGED = 0.06
 # The part of what was learned that each batch has forgotten: of the speed, and of all factors.
 _SOON, _LATE = 0.14, 0.001
 # Where no slope was measured, so many tokens before the rows double what a batch takes: hardly any, until
