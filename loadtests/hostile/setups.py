@@ -29,7 +29,9 @@ HONEST = tuple(f"honest-{number}" for number in range(16))
 MANY = tuple(f"mallory-{number}" for number in range(16))
 METERED, LIMITED = ("metered-0", "metered-1"), "limited"
 METERED_TOKENS, LIMITED_REQUESTS = 2000, 4
-NAMES = (*HONEST, *MANY, *METERED, LIMITED, "mallory", "alice", "bob")
+ELSEWHERE, SPENT = "elsewhere", "spent"
+"""Keys that may use another model only, and one token a day."""
+NAMES = (*HONEST, *MANY, *METERED, LIMITED, ELSEWHERE, SPENT, "mallory", "alice", "bob")
 KEYS: Mapping[str, str] = {name: f"sk-hostile-test-{name}" for name in NAMES}
 """The secret of every API key, by its name."""
 _PADDING = "<|endoftext|>"
@@ -94,9 +96,11 @@ def answers(url: str, keys: Mapping[str, str], model: str = DEMO) -> bool:
 
 def key_file() -> list[dict[str, Any]]:
     """The entries of the API keys. None says that it may do what only some should."""
-    limits: dict[str, dict[str, int]] = {name: {} for name in KEYS}
+    limits: dict[str, dict[str, Any]] = {name: {} for name in KEYS}
     limits |= {name: {"tokens_per_minute": METERED_TOKENS} for name in METERED}
     limits[LIMITED] = {"max_concurrent_requests": LIMITED_REQUESTS}
+    limits[ELSEWHERE] = {"models": ["another-*"]}
+    limits[SPENT] = {"tokens_per_day": 1}
     return [{"name": name, "key": KEYS[name]} | limits[name] for name in KEYS]
 
 

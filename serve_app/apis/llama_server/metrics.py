@@ -111,7 +111,7 @@ def visible(text: bytes) -> bytes:
         is_own = caller.is_operator or labels.get(b"key") in (None, caller.key_name)
         return is_own and (b"model" not in labels or caller.may_use(labels[b"model"]))
 
-    return b"".join(filter(is_visible, text.splitlines(keepends=True)))
+    return b"".join(line for line in text.splitlines(keepends=True) if is_visible(line))
 
 
 def _totals(replicas: Sequence[ReplicaStats]) -> Callable[[str], float]:

@@ -169,6 +169,7 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
         assert answer.json()["text"] == "One. Two. Three."
         engine.scripts = [[QueueFullError("No room.", 3)]]
         refused = await ask(client, LONG)
+    async with api(engine, IngressConfig(api_key_file=keys)) as client:
         engine.scripts = [one, [QueueFullError("No room for long.", 61)]]
         late = await ask(client, LONG)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")

@@ -31,13 +31,13 @@ ANA, OPERATOR, ROOT = (
 )
 """Two keys for `open` alone, and one for all models."""
 SECRET, ALIAS = "classified", "codename"
-NAMES = (SECRET, ALIAS, f"{SECRET}:latest", f"library/{SECRET.upper()}", f"{SECRET}:tuned")
-NAMES += (f"{ALIAS}:tuned", "open:tuned")
+NAMES = [SECRET, ALIAS, f"{SECRET}:latest", f"library/{SECRET.upper()}", f"{SECRET}:tuned"]
+NAMES += [f"{ALIAS}:tuned", "open:tuned"]
 """Names of what they may not use: a model that is the default, and adapters."""
 _CHAT = chat()
 _TEXT = {"prompt": "x"}
 _RANKED = {"query": "a", "documents": ["b"]}
-_FORM = {"files": {"file": ("a.wav", b"RIFF")}}
+_FORM: dict[str, Any] = {"files": {"file": ("a.wav", b"RIFF")}}
 BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/completions": _TEXT,
     "POST /chat/completions": _CHAT,
@@ -179,7 +179,7 @@ class Server:
             )
             scene.models[name] = model
         self.keys = folder / "keys.yaml"
-        self.entries = [
+        self.entries: list[dict[str, Any]] = [
             {"name": "ana", "key": ANA, "models": ["open", "open:free"]},
             {"name": "operator", "key": OPERATOR, "models": ["open"], "admin": True},
             {"name": "root", "key": ROOT, "admin": True},
