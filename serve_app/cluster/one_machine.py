@@ -225,9 +225,20 @@ def _serve(config: Path, content: Content, events: int | None) -> None:
             tell(events, "running")
             threading.Event().wait()
         except KeyboardInterrupt:
-            print("Shutting down.", flush=True)
+            print("Shutting down: running answers may end first.", flush=True)
+            _drain()
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _drain() -> None:
+    """Delete the applications, whose replicas let running answers end. Serve's own shutdown would stop its
+    proxies at once, and cut what they pass on."""
+    from ray import serve
+
+    for name in serve.status().applications:
+        with suppress(TimeoutError):  # Serve waits for a minute at most
+            serve.delete(name)
 
 
 def _session_folder() -> str:

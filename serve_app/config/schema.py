@@ -6,7 +6,7 @@ Unknown fields and impossible values are refused by name. `corral check FILE` st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -474,6 +474,11 @@ def parse(args: object, file: Path | None = None) -> AppConfig:
 def with_models(app: AppConfig, entries: Sequence[object]) -> AppConfig:
     """The configuration with more entries of `models`, which are the last ones. Raises ConfigError."""
     return parse(dict(app) | {"models": [*app.models, *entries]})
+
+
+def without(app: AppConfig, names: Container[str]) -> AppConfig:
+    """The configuration without the models of these names."""
+    return app.model_copy(update={"models": [one for one in app.models if one.id not in names]})
 
 
 def load(path: Path) -> AppConfig:

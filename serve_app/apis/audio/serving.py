@@ -193,7 +193,7 @@ class Transcript(EventAnswer):
                 await self.begin(start)
                 break
             except RateLimitError as error:
-                if not n_left:
+                if not n_left or error.asks_patience:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 

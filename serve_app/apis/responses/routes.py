@@ -18,7 +18,7 @@ from serve_app.apis.responses import preparation, serving
 from serve_app.apis.responses.background import BackgroundResponses
 from serve_app.apis.responses.preparation import After, PreparedResponse, ResponsesRequest
 from serve_app.apis.responses.serving import ResponseAnswer
-from serve_app.apis.responses.store import Event, Owner, StoredRequest
+from serve_app.apis.responses.store import Event, Owner, StoredRequest, StoredResponse
 from serve_app.base.errors import (
     CorralError,
     InvalidRequestError,
@@ -118,6 +118,7 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
+        later_tools=prepared.later_tools,
     )
     answer = ResponseAnswer(
         stored, model, timings_per_token=wanted.timings_per_token, obfuscates=wanted.obfuscates
@@ -151,6 +152,12 @@ async def response_input_tokens(
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
+@ROUTER.post("/v1/responses/render")
+async def render_response(answer: Annotated[bytes, _continue_with(preparation.render)]) -> Response:
+    """The tokens of such a response's prompt, which vLLM's routers ask for."""
+    return bytes_response(answer)
+
+
 @ROUTER.get("/v1/responses/{response_id}", responses=STREAMED)
 async def get_response(
     models: ModelsArgument,
@@ -163,12 +170,11 @@ async def get_response(
 ) -> Response:
     """A response as far as it is; `stream` sends its events, those behind the number
     `starting_after`, from its beginning and then as they come."""
-    stored = await responses.find(response_id, key())
+    stored, request = await _stored(responses, response_id)
     if not stream:
         return bytes_response(
             await bodies.work(preparation.response_json, *preparation.record(stored))
         )
-    request = StoredRequest.unpack(stored.stored_request)
     answer = preparation.answer_to(
         models, request, obfuscates=include_obfuscation, after=starting_after
     )
@@ -191,8 +197,8 @@ async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
-    stored = await responses.find(response_id, key())
-    if not StoredRequest.unpack(stored.stored_request).is_background:
+    _, request = await _stored(responses, response_id)
+    if not request.is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     await responses.cancel(response_id, key())
     stored = await responses.find(response_id, key())
@@ -209,9 +215,20 @@ async def response_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The conversation that a response answers, that of `previous_response_id` included."""
-    stored = await responses.find(response_id, key())
+    stored, _ = await _stored(responses, response_id)
     query = orjson.dumps([order, limit, after]) + b"\n"
     return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
+
+
+async def _stored(
+    responses: BackgroundResponses, response_id: str
+) -> tuple[StoredResponse, StoredRequest]:
+    """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if
+    the caller may use its model no more."""
+    stored = await responses.find(response_id, key())
+    request = StoredRequest.unpack(stored.stored_request)
+    request_context.current().check_model(request.model, request.model)
+    return stored, request
 
 
 async def _follow_response(

@@ -58,7 +58,7 @@ class ResponseAnswer(EventAnswer):
             request.prompt_end, request.tools, request.thinks, in_pieces=True
         )
         self._timings_per_token, self._obfuscates = timings_per_token, obfuscates
-        self._forms = forms(request.asked["tools"])
+        self._forms = forms([*request.asked["tools"], *request.later_tools])
         self._form = CallForm("function", "")
         """The form of the open call."""
         self.status = "queued" if request.is_background else "in_progress"

@@ -50,6 +50,8 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The last tokens of the prompt, which may begin reasoning."""
     items: bytes
     """The conversation that it answers, as a JSON list of items."""
+    later_tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the conversation makes known, as `asked` has others."""
 
     def pack(self) -> bytes:
         return msgpack.pack(self)

@@ -30,7 +30,7 @@ import uvloop
 import yaml
 
 from serve_app.base import logs, metrics
-from serve_app.base.errors import CorralError
+from serve_app.base.errors import ConfigError, CorralError
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
 from serve_app.run.program import (
     KEEP_ALIVE_S,
@@ -46,6 +46,7 @@ from serve_app.store import shared_entries
 if TYPE_CHECKING:
     from serve_app.config.resolved import ResolvedModel
     from serve_app.config.schema import AppConfig, ModelConfig
+    from serve_app.run.ingress import IngressSettings
     from serve_app.store.shared_entries import AddedModels, Entry
 
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
@@ -88,14 +89,19 @@ class LocalServer:
     """The models' processes and the ingress before them, which may have models added and removed. Used in
     one event loop."""
 
-    def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
+    def __init__(
+        self, app: AppConfig, models: list[ResolvedModel], settings: IngressSettings, folder: Path
+    ) -> None:
         from serve_app.run.model_host import ConfiguredHost
 
         self._app, self.configured_models, self._folder = app, models, folder
+        self._settings = settings
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
-            model.id: LocalHandle(model, folder, _reserved_cpus(configured, model))
+            model.id: LocalHandle(
+                model, folder, _reserved_cpus(configured, model), configured.serve
+            )
             for configured, model in zip(app.models, models, strict=True)
         }
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -103,14 +109,14 @@ class LocalServer:
     async def run(
         self, children: list[EngineChild], http: Content, tell: Any
     ) -> CorralError | None:
-        """Serve until a signal ends it. Returns why a model cannot be served, if that ended it."""
+        """Serve until a signal ends it. A model that cannot be served is left out. Returns why no model
+        can be served, if that ended it."""
         import uvicorn
 
         from serve_app.channel import routing_reports as reports
-        from serve_app.run.ingress import IngressPlace, IngressServer, settings_for
+        from serve_app.run.ingress import IngressPlace, IngressServer
         from serve_app.run.local.http import GIVEN_UP_S, BoundedHttp, DrainingServer
 
-        settings = settings_for(self._app)
         configured = [*self.handles.values()]
         for (name, handle), child in zip(self.handles.items(), children, strict=True):
             self._keeping[name] = asyncio.create_task(handle.keep(child))
@@ -122,7 +128,7 @@ class LocalServer:
             forks_workers=True,
         )
         ingress = IngressServer()
-        await ingress.start(self.configured_models, settings, place)
+        await ingress.start(self.configured_models, self._settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)
@@ -154,8 +160,11 @@ class LocalServer:
 
         def on_end(task: asyncio.Task[None]) -> None:
             nonlocal problem
-            if not task.cancelled() and isinstance(error := task.exception(), CorralError):
-                problem, server.should_exit = error, True
+            is_left_out = not task.cancelled() and isinstance(task.exception(), CorralError)
+            if is_left_out and all(one.failure is not None for one in self.handles.values()):
+                failures = {name: one.failure for name, one in self.handles.items()}
+                reasons = [f"models ({name}): {failure}" for name, failure in failures.items()]
+                problem, server.should_exit = ConfigError("\n".join(reasons)), True
 
         for task in keeping:
             task.add_done_callback(on_end)
@@ -166,7 +175,7 @@ class LocalServer:
         ending = self._keeping.values()
         for task in ending:
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*ending, ingress.close(), return_exceptions=True)
         return problem
 
     # -- models that are added: the ingress's ModelHost ------------------------------------------
@@ -247,6 +256,7 @@ def serve(config: Path, events: int | None) -> str | None:
         for child in children:
             stack.callback(child.kill)
         from serve_app.config import schema
+        from serve_app.run.ingress import settings_for
         from serve_app.run.resolving import resolve_all
 
         try:
@@ -254,10 +264,18 @@ def serve(config: Path, events: int | None) -> str | None:
             if app.data_at_rest is not True:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
-            models = resolve_all(app)
+            left_out: dict[str, str] = {}
+            models = resolve_all(app, left_out=left_out)
+            settings = settings_for(app, left_out)
+            pairs = list(zip(app.models, children, strict=True))
+            for model, child in pairs:
+                if model.id in left_out:
+                    child.kill()
+            children = [child for model, child in pairs if model.id not in left_out]
+            app = schema.without(app, left_out)
             _check_replicas(app, models)
             stack.enter_context(discoverable(port, f"{host}:{port}"))
-            server = LocalServer(app, models, folder)
+            server = LocalServer(app, models, settings, folder)
             problem = uvloop.run(server.run(children, http, lambda kind: tell(events, kind)))
         except CorralError as error:
             return str(error)
