@@ -377,6 +377,8 @@ class BoundedHttp(HttpToolsProtocol):
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)["x-request-id"] = request_id
+                    # Nobody can tell whether a client that was not told to go on sends its body.
+                    cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
                 await send(message)
 
             try:

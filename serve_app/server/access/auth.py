@@ -144,7 +144,7 @@ class AccessMiddleware:
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
-                await errors.response(Request(scope), error, headers=_closing(error))(
+                await errors.response(Request(scope), error, headers=_closing(error, headers))(
                     scope, receive, send
                 )
                 return
@@ -218,11 +218,12 @@ def _endpoint(scope: Scope) -> object:
     return None
 
 
-def _closing(error: CorralError) -> dict[str, str]:
-    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that
-    ends."""
+def _closing(error: CorralError, headers: Headers) -> dict[str, str]:
+    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that ends.
+    A proxy that expects 100 before it passes a body on takes another answer for a failure, unless the
+    connection ends with it: Apache makes it a 500."""
     is_last = isinstance(error, SlowRequestError | BodyEndedError | EngineClosedError)
-    return {"Connection": "close"} if is_last else {}
+    return {"Connection": "close"} if is_last or "expect" in headers else {}
 
 
 def _with_anthropics_id(request_id: str, send: Send) -> Send:

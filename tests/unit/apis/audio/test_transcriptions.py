@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from serve_app.apis.audio.preparation import WindowOrder, windows
-from serve_app.base.errors import QueueFullError
+from serve_app.base.errors import EngineFailedError, QueueFullError
 from serve_app.base.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
 from serve_app.config.schema import IngressConfig
 from serve_app.prompt.tokenizer import Tokenizer
@@ -138,6 +138,15 @@ async def test_verbose_json_has_segments(
     first, _, last = answer["segments"]
     assert (first["start"], last["end"], last["id"]) == (0.0, 60.0, 2)
     assert (first["avg_logprob"], first["tokens"], first["temperature"]) == (-1.0, [1, 2], 0.5)
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_the_error(
+    hearing: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[TokenDelta("Hel", (5,)), EngineFailedError("It is lost.")]]
+    delta, failed = events(await ask(hearing, wav(2), stream="true"))
+    assert delta == {"type": "transcript.text.delta", "delta": "Hel"}
+    assert failed["error"]["message"] == "It is lost."
 
 
 async def test_a_stream_has_deltas_and_the_whole_text(

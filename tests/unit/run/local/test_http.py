@@ -319,6 +319,25 @@ async def test_the_rest_of_a_body_that_was_refused_is_read_for_a_while(
     writer.close()
 
 
+EXPECTS = b"Host: a\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+
+
+async def test_who_expects_to_go_on_gets_100_or_an_answer_that_ends_the_connection(
+    serve: Serve,
+) -> None:
+    """Apache 2.4.71 makes a 500 of an early answer behind which the connection stays."""
+    port = await serve(echo())
+    status, fields, _ = await answer_to(port, b"POST /none HTTP/1.1\r\n" + EXPECTS)
+    assert (status, fields["connection"]) == (b"HTTP/1.1 404 Not Found", "close")
+    reader, writer = await connected(port, b"POST /echo HTTP/1.1\r\n" + EXPECTS)
+    told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"nine here")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert b"Connection: close" not in head
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("most_files", "most"), [(200, 100), (1024, 768), (65536, 4096), (resource.RLIM_INFINITY, 4096)]
 )
