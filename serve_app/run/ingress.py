@@ -117,7 +117,7 @@ def _vocabulary_file(model: ResolvedModel) -> ModelFile:
 
 
 def _readable_file(model: ResolvedModel) -> ModelFile:
-    """The same for a model that is left out if it has no such file."""
+    """The file with the model's vocabulary, or the reason why there is none; blocks."""
     try:
         return _vocabulary_file(model)
     except (ConfigError, OSError) as error:
