@@ -34,5 +34,6 @@ async def answers(answer: asyncio.Future[Any], pid: int, timeout_s: float) -> bo
         if silent_s >= timeout_s:
             return False
         await asyncio.wait([answer], timeout=look_s)
-        silent_s += look_s / _BUSY_TIMES if is_busy(pid) else look_s
+        if not answer.done():
+            silent_s += look_s / _BUSY_TIMES if is_busy(pid) else look_s
     return True
