@@ -56,7 +56,8 @@ def started(kind: str) -> Iterator[Setup]:
     models = [_demo(), *map(_with_pre_tokenizer, PRE_TOKENIZERS if kind == KEYLESS else ())]
 
     def command(directory: Path, port: int) -> Sequence[str | Path]:
-        ingress: dict[str, Any] = {"serve": {"num_replicas": 1}}  # no scaling: none may go
+        checks = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+        ingress: dict[str, Any] = {"serve": {"num_replicas": 1} | checks}  # no scaling: none may go
         if keys:
             models[0]["engine"]["slot_folder"] = str(directory / "slots")
             ingress["batch"] = {"folder": str(directory / "batches")}

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from serve_app.apis.audio.hearing import Heard, HeardSegment, HeardWord, HearingOrder
-from serve_app.base import processes
 from serve_app.base.errors import (
     ConfigError,
     CorralError,
@@ -30,6 +29,7 @@ from serve_app.base.errors import (
     InvalidRequestError,
 )
 from serve_app.base.types import Sound
+from serve_app.channel import processes
 from serve_app.config.schema import WhisperConfig
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.server.workers import wire

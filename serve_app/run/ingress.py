@@ -116,7 +116,7 @@ def _vocabulary_file(model: ResolvedModel) -> ModelFile:
 
 
 def _readable_file(model: ResolvedModel) -> ModelFile:
-    """The same for a model that is left out if it has no such file."""
+    """The file with the model's vocabulary, or the reason why there is none; blocks."""
     try:
         return _vocabulary_file(model)
     except (ConfigError, OSError) as error:
@@ -145,6 +145,11 @@ class IngressServer:
         opened = {f.id: open_or_leave_out(f, open_model) for f in self._files.values()}
         if models and all(info.problem for info in opened.values()):
             raise ConfigError("; ".join(f"{info.id}: {info.problem}" for info in opened.values()))
+        # Requests without a name get the first model that is served.
+        self._files = {
+            name: self._files[name]
+            for name in sorted(opened, key=lambda n: bool(opened[n].problem))
+        }
         heap.trim()
         self._workers = WorkerPool(
             *([*self._files.values()], WORKER_MODULES, open_model),
@@ -164,11 +169,10 @@ class IngressServer:
             LoadedAdapters(place.app),
             place.tell_ingresses,
         )
-        for model, handle in zip(models, place.handles, strict=True):
-            self._models[model.id] = self._served_model(opened[model.id], handle)
-        for file in settings.left_out:
-            no_replicas = NoReplicas(opened[file.id].problem)
-            self._models[file.id] = self._served_model(opened[file.id], no_replicas)
+        handles = dict(zip(self._resolved, place.handles, strict=True))
+        for name in self._files:
+            handle = handles.get(name) or NoReplicas(opened[name].problem)
+            self._models[name] = self._served_model(opened[name], handle)
         forget_tokenizers()
         await self._adapters.look()
         self._tasks.append(asyncio.create_task(self._watch()))

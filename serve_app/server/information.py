@@ -96,7 +96,7 @@ def _is_coming(model: ServedModel) -> bool:
 
 
 def _unavailable(message: str) -> JSONResponse:
-    """As llama-server says it. Source: its README, "GET /health"."""
+    """The answer of a server that is not ready. Source: llama-server's README, "GET /health"."""
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     return JSONResponse({"error": error}, 503)
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from serve_app.base import processes
 from serve_app.base.errors import (
     ConfigError,
     CorralError,
@@ -24,6 +23,7 @@ from serve_app.base.errors import (
 )
 from serve_app.base.heap import HUGE_PAGES
 from serve_app.base.types import FetchingReplica
+from serve_app.channel import processes
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.serve_options import RayServeOptions

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from serve_app.base import processes
 from serve_app.base.errors import (
     CorralError,
     EngineClosedError,
@@ -27,6 +26,7 @@ from serve_app.base.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.channel import processes
 from serve_app.channel.protocol import frame_body
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.server.http import request_context
@@ -461,15 +461,15 @@ class WorkerPool:
     async def _ask_zygote(self, ask: Callable[[Zygote], Awaitable[T]]) -> T:
         """The zygote's answer; another one's if it has ended, or hangs. Raises like `Zygote.fork`."""
         try:
-            return await self._bounded(ask(self._zygote))
+            return await self._await_answer(ask(self._zygote))
         except EOFError:
             self._check_is_open()
             logger.warning("The process that forks workers has ended. Starting a new one.")
             self._zygote.close()
             self._zygote = Zygote(self._start)
-            return await self._bounded(ask(self._zygote))
+            return await self._await_answer(ask(self._zygote))
 
-    async def _bounded(self, asking: Awaitable[T]) -> T:
+    async def _await_answer(self, asking: Awaitable[T]) -> T:
         answer = asyncio.ensure_future(asking)
         timeout_s = self._options.health_check_timeout_s
         if not await processes.answers(answer, self._zygote.pid, timeout_s):

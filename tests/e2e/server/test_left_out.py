@@ -60,8 +60,8 @@ def test_the_others_are_served(server: Corral) -> None:
 
 def test_a_model_that_cannot_load_again_says_why_at_once(server: Corral) -> None:
     (server.directory / "late.gguf").unlink()
-    (replica,) = server.replicas(0)
-    assert replica["replica_id"].startswith("late-")
+    models = server.http.get("/v1/stats").json()["models"]
+    (replica,) = next(model["replicas"] for model in models if model["id"] == "late")
     os.kill(int(replica["replica_id"].rpartition("-")[2]), signal.SIGKILL)
     assert ask(server, "late") == (503, "engine_unavailable")
     assert "late.gguf" in statuses(server)["late"]["reason"]

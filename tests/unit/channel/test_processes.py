@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from loadtests.common.processes import within
-from serve_app.base import processes
+from serve_app.channel import processes
 
 SILENT_S = 0.05
 

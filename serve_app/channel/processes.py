@@ -23,8 +23,8 @@ def is_busy(pid: int) -> bool:
 
 
 async def answers(answer: asyncio.Future[Any], pid: int, timeout_s: float) -> bool:
-    """Wait for a process's answer. Returns False once the process has been silent for so many seconds, or
-    ten times as many while it is busy: it may load a model, or get no processor.
+    """Wait for a process's answer. Returns False once the process has been silent for so many seconds. A
+    busy one has ten times as many: it may load a model, or get no processor.
 
     Time counts as far as this has looked: who waits may have been stopped, too. Cancelling this does not
     cancel the answer.
@@ -34,5 +34,6 @@ async def answers(answer: asyncio.Future[Any], pid: int, timeout_s: float) -> bo
         if silent_s >= timeout_s:
             return False
         await asyncio.wait([answer], timeout=look_s)
-        silent_s += look_s / _BUSY_TIMES if is_busy(pid) else look_s
+        if not answer.done():
+            silent_s += look_s / _BUSY_TIMES if is_busy(pid) else look_s
     return True
