@@ -285,6 +285,8 @@ def missing_text(turns: Iterable[Turn], rendered: str, *, in_order: bool) -> str
         if turn.role != "user" and not (in_order and turn.role == "system"):
             continue
         longest = max(_WORD.findall(turn.text), key=len, default="")
+        if turn.role == "system" and not is_leading and (whole := turn.text.strip()) in rendered:
+            longest = whole  # one word may stand elsewhere, too
         places = [rendered.find(word, at) for word in (longest, json.dumps(longest)[1:-1])]
         if max(places) < 0:
             return turn.text

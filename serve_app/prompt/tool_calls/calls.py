@@ -60,25 +60,23 @@ class FunctionNames:
     """The names of one chat's functions, the client's and the model's."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self._of_model: dict[str, str] = {
-            name: name for name in names if name and not _UNSAFE.search(name)
-        }
-        for name in names:
-            if name not in self._of_model:
-                self._of_model[name] = self._unused_name(_safe(name))
-        self._of_client = {safe: name for name, safe in self._of_model.items()}
+        self._of_model: dict[str, str] = {}
+        self._of_client: dict[str, str] = {}
+        for name in sorted(names, key=lambda name: _safe(name) != name):
+            self.add(name)
 
     @classmethod
     def of_tools(cls, tools: Iterable[Mapping[str, Any]]) -> FunctionNames:
         """The names of tools as OpenAI describes them."""
         return cls(tool["function"]["name"] for tool in tools)
 
-    def _unused_name(self, name: str) -> str:
-        used, number, unused = set(self._of_model.values()), 2, name
-        while unused in used:
-            unused, number = f"{name}_{number}", number + 1
-        return unused
+    def add(self, name: str) -> None:
+        """Give one more function a name, if it has none."""
+        if name not in self._of_model:
+            safe, number, unused = _safe(name), 2, _safe(name)
+            while unused in self._of_client:
+                unused, number = f"{safe}_{number}", number + 1
+            self._of_model[name], self._of_client[unused] = unused, name
 
     def of_model(self, name: str) -> str:
         """The name that the model reads and writes for the client's."""

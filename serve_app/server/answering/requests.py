@@ -452,9 +452,7 @@ class ChatRequest(GenerationParams):
         "web_search_options": (None,),
         "moderation": (None,),
     }
-    REFUSED: ClassVar[frozenset[str]] = (
-        frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL) - {"function_call"}
-    )
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL)
     INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None

@@ -86,6 +86,7 @@ class LaterTools:
         """Turns may refer to the tools that are declared, by their names. Of those that are left out, they
         make nothing known."""
         self._declared = {tool.function.name: tool for tool in declared}
+        self._names = FunctionNames(self._declared)
         self.left_out = left_out
         self.known: dict[str, Tool] = {}
         """Those that are known and not taken back, by their names."""
@@ -103,11 +104,12 @@ class LaterTools:
         for tool in tools:
             name = tool.function.name
             self._declared[name] = self.known[name] = tool
+            self._names.add(name)
             self.removed.discard(name)
             described = describe_function(tool.function.model_dump())
             ordered = {
                 "description": described["description"],
-                "name": FunctionNames([*self._declared]).of_model(name),
+                "name": self._names.of_model(name),
                 "parameters": described["parameters"],
             }
             lines.append(f"<function>{json.dumps(ordered, ensure_ascii=False)}</function>")
@@ -119,5 +121,5 @@ class LaterTools:
         self.removed.update(names)
         for name in names:
             self.known.pop(name, None)
-        of_model = FunctionNames([*self._declared]).of_model
-        return f"These functions can no longer be called: {', '.join(map(of_model, names))}"
+        listed = ", ".join(map(self._names.of_model, names))
+        return f"These functions can no longer be called: {listed}"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.apis.anthropic.preparation import MessagesRequest
 from serve_app.config.schema import IngressConfig
+from serve_app.prompt import normaliser
+from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.server.model_registry import ServedModel
 from tests.doubles.api import build_api
 from tests.unit.server.answering.test_tools import script
 from tests.unit.server.harness import ByteTokenizer, ScriptedEngine, takes
 
+TEMPLATES = sorted((Path(__file__).parents[3] / "data" / "templates").glob("*/*.jinja"))
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
 WEATHER = {
@@ -36,6 +42,8 @@ SHOWN = (
     '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}</function>'
     "\n</functions>"
 )
+BEGUN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+"""What Firefunction's template always ends with."""
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 ASKED = {"role": "user", "content": "Hi"}
 SEARCHED = {
@@ -104,6 +112,26 @@ async def test_a_reference_is_the_tools_description(
     assert third.startswith(second)
     assert '"name": "clock"' in third.removeprefix(second)
     assert "Placeholder" not in third
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_template_changes_what_was_rendered(template: Path) -> None:
+    """Each request's prompt, up to where the answer begins, is the beginning of the next one's."""
+    compiled = ChatTemplate(template.read_text(), bos="<s>", eos="</s>")
+    removed = changed(("removal", reference("clock")))
+    messages = [ASKED, SEARCHED, found("weather"), SEARCHED, found("clock"), ASKED, removed]
+    prompts = []
+    # Mistral's templates have the tools before the last question.
+    for n in (1, 3, 5) if "mistral" in template.parent.name else (1, 3, 5, 7):
+        request = {"max_tokens": 9, "tools": TOOLS, "messages": messages[:n]}
+        chat = MessagesRequest.model_validate(request).as_chat()
+        turns, tools = normaliser.complete(chat.conversation), chat.tools_for_template()
+        prompts.append(
+            str(normaliser.render(compiled, turns, tools, {}, add_generation_prompt=False))
+        )
+    for before, after in pairwise(prompts):
+        assert after.startswith(before.removesuffix("</s>").removesuffix(BEGUN))
+    assert "Placeholder" not in prompts[-1]
 
 
 async def test_a_found_tool_can_be_called(
