@@ -47,16 +47,18 @@ def render(
     caps, describe = template.caps, template.tool_format.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
         turns, tools = _alternate(describe(turns, tools)), ()  # results are users' turns now
-    attempts = [(False, variables), (True, variables)]
+    attempts = [(False, variables, tools), (True, variables, tools)]
     if "reasoning_effort" in variables:  # which has other words in some templates
         others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
-        attempts.append((True, others))
+        attempts.append((True, others, tools))
+    if tools:  # of which some want every parameter to be described
+        attempts.append((True, variables, [_with_descriptions(tool) for tool in tools]))
     errors = []
-    for is_strict, extra in attempts:
+    for is_strict, extra, shown in attempts:
         shape = fit_calls(turns, caps)
         messages = as_messages(strict(shape, caps) if is_strict else shape, caps, is_strict)
         try:
-            text = template.render(messages, tools, extra=extra, **options)
+            text = template.render(messages, shown, extra=extra, **options)
         except InvalidRequestError as error:
             errors.append(error)
             continue
@@ -66,6 +68,21 @@ def render(
         message = f"The model's chat template leaves out a message: {lost[:80]!r}"
         errors.append(InvalidRequestError(message, "messages"))
     raise errors[0]
+
+
+def _with_descriptions(schema: Any) -> Any:
+    """The tool, or the part of its schema, with a description of each property."""
+    if isinstance(schema, list):
+        return [_with_descriptions(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    described = {key: _with_descriptions(inner) for key, inner in schema.items()}
+    if isinstance(properties := described.get("properties"), dict):
+        described["properties"] = {
+            name: {"description": "", **inner} if isinstance(inner, dict) else inner
+            for name, inner in properties.items()
+        }
+    return described
 
 
 def render_begun(
@@ -252,7 +269,10 @@ def _as_message(turn: Turn, caps: TemplateCaps, is_strict: bool) -> dict[str, An
         message["name"] = turn.name
     if turn.role == "tool":
         message["tool_call_id"] = turn.call_id
-    if turn.reasoning:
+    if turn.reasoning and caps.reasoning_part:
+        texts = [{"type": "text", "text": text} for text in turn.texts if text]
+        message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *texts]
+    elif turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [
