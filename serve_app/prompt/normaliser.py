@@ -44,7 +44,10 @@ def render(
     """The conversation as the template writes it with these tools and variables, and other options of
     `Template.render`. Raises InvalidRequestError if the template takes it in no shape, or leaves out a
     user's text."""
-    caps, describe = template.caps, template.tool_format.describe
+    caps, form = template.caps, template.tool_format
+    if form.split is not None:
+        turns = [form.split(turn) if turn.role == "assistant" else turn for turn in turns]
+    describe = form.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
         turns, tools = _alternate(describe(turns, tools)), ()  # results are users' turns now
     attempts = [(False, variables, tools), (True, variables, tools)]
@@ -108,7 +111,8 @@ def render_begun(
         whole = render(template, [*turns, tagged], tools, variables, add_generation_prompt=False)
         text = whole[: max(whole.rfind(_TAG.strip()), 0)]
         text = text if whole.startswith(_TAG, len(text)) else text.rstrip()
-        start = text.rfind(begun.texts[0].strip())
+        first = begun.texts[0]
+        start = text.rfind(first if first in text else first.strip())
         if start >= 0 and last.strip() in text[start:]:
             return text[:start], text[start:]
     return render(template, turns, tools, variables), begun.text
