@@ -171,6 +171,10 @@ class GigaChatParser(MarkupParser):
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         super().__init__(functions, markup=_GIGACHAT)
 
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.after_blanks()  # nothing, at the end
+        return (yield from super()._read(text)) if self._schemas else ()
+
     def finish(self) -> list[Part]:
         """The rest without the end of the turn."""
         parts = super().finish()
@@ -204,6 +208,8 @@ FORMATS = (
         ("'function call'", r"message_sep", r"role_sep"),
         _GIGACHAT,
         make_parser=GigaChatParser,
+        has_channels=True,
+        thinks=False,
         is_shown=False,
     ),
     of_markup("nemotron", ("<TOOLCALL>",), _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>"))),

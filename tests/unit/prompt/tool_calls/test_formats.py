@@ -167,6 +167,7 @@ def test_the_end_of_a_turn_is_no_content() -> None:
     form = FORMAT["gigachat"]
     for pieces in cuts("Hello.<|message_sep|>\n\n"):
         assert read(form, pieces) == ["Hello."]
+        assert parse(form.parser(), pieces) == ["Hello."]
 
 
 def test_a_recipient_is_no_content() -> None:
