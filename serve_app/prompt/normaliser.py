@@ -44,19 +44,24 @@ def render(
     """The conversation as the template writes it with these tools and variables, and other options of
     `Template.render`. Raises InvalidRequestError if the template takes it in no shape, or leaves out a
     user's text."""
-    caps, describe = template.caps, template.tool_format.describe
+    caps, form = template.caps, template.tool_format
+    if form.split is not None:
+        turns = [form.split(turn) if turn.role == "assistant" else turn for turn in turns]
+    describe = form.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
         turns, tools = _alternate(describe(turns, tools)), ()  # results are users' turns now
-    attempts = [(False, variables), (True, variables)]
+    attempts = [(False, variables, tools), (True, variables, tools)]
     if "reasoning_effort" in variables:  # which has other words in some templates
         others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
-        attempts.append((True, others))
+        attempts.append((True, others, tools))
+    if tools:  # of which some want every parameter to be described
+        attempts.append((True, variables, [_with_descriptions(tool) for tool in tools]))
     errors = []
-    for is_strict, extra in attempts:
+    for is_strict, extra, shown in attempts:
         shape = fit_calls(turns, caps)
         messages = as_messages(strict(shape, caps) if is_strict else shape, caps, is_strict)
         try:
-            text = template.render(messages, tools, extra=extra, **options)
+            text = template.render(messages, shown, extra=extra, **options)
         except InvalidRequestError as error:
             errors.append(error)
             continue
@@ -66,6 +71,21 @@ def render(
         message = f"The model's chat template leaves out a message: {lost[:80]!r}"
         errors.append(InvalidRequestError(message, "messages"))
     raise errors[0]
+
+
+def _with_descriptions(schema: Any) -> Any:
+    """The tool, or the part of its schema, with a description of each property."""
+    if isinstance(schema, list):
+        return [_with_descriptions(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    described = {key: _with_descriptions(inner) for key, inner in schema.items()}
+    if isinstance(properties := described.get("properties"), dict):
+        described["properties"] = {
+            name: {"description": "", **inner} if isinstance(inner, dict) else inner
+            for name, inner in properties.items()
+        }
+    return described
 
 
 def render_begun(
@@ -91,7 +111,8 @@ def render_begun(
         whole = render(template, [*turns, tagged], tools, variables, add_generation_prompt=False)
         text = whole[: max(whole.rfind(_TAG.strip()), 0)]
         text = text if whole.startswith(_TAG, len(text)) else text.rstrip()
-        start = text.rfind(begun.texts[0].strip())
+        first = begun.texts[0]
+        start = text.rfind(first if first in text else first.strip())
         if start >= 0 and last.strip() in text[start:]:
             return text[:start], text[start:]
     return render(template, turns, tools, variables), begun.text
@@ -252,7 +273,10 @@ def _as_message(turn: Turn, caps: TemplateCaps, is_strict: bool) -> dict[str, An
         message["name"] = turn.name
     if turn.role == "tool":
         message["tool_call_id"] = turn.call_id
-    if turn.reasoning:
+    if turn.reasoning and caps.reasoning_part:
+        texts = [{"type": "text", "text": text} for text in turn.texts if text]
+        message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *texts]
+    elif turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [

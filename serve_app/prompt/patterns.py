@@ -85,20 +85,20 @@ class _Translator:
             if self._pattern[self._at] == "\\":
                 raise ValueError("nothing behind the last backslash")
             number = ord(self._take(1))
-            return _written(number), number
+            return _literal(number), number
         self._take(len(escape[0]))
         if escape["set"]:
             return escape[0], None
         hexadecimal = escape["x"] or escape["u"] or escape["point"]
         if hexadecimal:
-            number = self._joined(int(hexadecimal, 16))
+            number = self._code_point(int(hexadecimal, 16))
         elif escape["control"]:
             number = ord(escape["control"]) % 32
         else:
             number = 0 if escape["null"] else ord(_SIGNS.get(escape["sign"], escape["sign"]))
-        return _written(number), number
+        return _literal(number), number
 
-    def _joined(self, number: int) -> int:
+    def _code_point(self, number: int) -> int:
         """A character that is written as two halves."""
         second = _ESCAPE.match(self._pattern, self._at)
         low = int(second["u"], 16) if second and second["u"] else 0
@@ -135,10 +135,10 @@ class _Translator:
     def _member(self) -> tuple[str, int | None]:
         if self._pattern.startswith(r"\b", self._at):
             self._take(2)
-            return _written(8), 8
+            return _literal(8), 8
         return self._atom()
 
 
-def _written(number: int) -> str:
+def _literal(number: int) -> str:
     char = chr(number)
     return char if char.isalnum() and char.isascii() else f"\\x{{{number:X}}}"

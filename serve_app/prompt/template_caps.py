@@ -77,6 +77,8 @@ class TemplateCaps:
     text_arguments: bool = True
     """Arguments of calls as a text that need not be JSON."""
     preserve_reasoning: bool = False
+    reasoning_part: bool = False
+    """Reasoning as a part of the content, and nowhere else."""
     reasoning_effort: bool = False
     system: bool = True
     """A system message before a user's turn."""
@@ -149,6 +151,9 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
     second = write(_turns_with_calls(arguments, _FIRST, _SECOND), tools=_TOOLS)
     beside = write(_turns_with_calls(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
     after_system = write([{"role": "system", "content": _TEXT}, _ASKED])
+    thought = {"type": "thinking", "thinking": _OTHER}
+    said = [_ASKED, _answer_turn(_OTHER)]
+    in_part = prompt([_ASKED, said[1] | {"content": [thought, {"type": "text", "text": _TEXT}]}])
     past = [_ASKED, _answer_turn(_TEXT), _ASKED, _answer_turn("Hm"), _ASKED]
     return replace(
         content,
@@ -160,6 +165,9 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
         text_arguments=_VALUE in write(_turns_with_calls(_VALUE, _FIRST), tools=_TOOLS),
         system=all(text in after_system for text in (_TEXT, _ASKED["content"])),
         preserve_reasoning=_TEXT in write(past, extra=_KEEP),
+        reasoning_part=all(text in in_part for text in (_OTHER, _TEXT))
+        and not _KEY.search(in_part)
+        and _OTHER not in write(said),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
     )
 

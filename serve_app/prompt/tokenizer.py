@@ -18,12 +18,13 @@ from serve_app.kernels.llama.model import Model
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template, delimiters
 from serve_app.prompt.conversation import Conversation, Turn
-from serve_app.prompt.grammars import Dialect, ThinkingPhase
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import THINK, OutputParser, ReasoningTags
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.calls import FunctionNames
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _REASONING_TOKENS = 16

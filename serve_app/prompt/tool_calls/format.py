@@ -27,7 +27,7 @@ class ThinkingPhase(Enum):
     BEHIND = 3
     """The prompt has the beginning of the answer itself."""
     OFF = 4
-    """It is switched off: none may begin, on no channel either."""
+    """The request switches it off: none may begin, on no channel either."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class ToolFormat:
     """The texts around reasoning, where a prompt may end with the first."""
     is_shown: bool = False
     """Whether a template's own way of writing calls takes the place of the format, if it shows."""
+    split: Callable[[Turn], Turn] | None = None
+    """Splits an assistant's turn whose content has the format's own tags, where templates refuse these."""
     describe: Describe | None = None
     """The description of tools for templates that have neither tools nor calls."""
 

@@ -47,7 +47,7 @@ def one_of(name: str, bodies: Sequence[str]) -> str:
     return "\n".join([f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(bodies)))}", *rules])
 
 
-def listed(name: str, members: Sequence[tuple[str, bool]], comma: str) -> list[str]:
+def comma_list(name: str, members: Sequence[tuple[str, bool]], comma: str) -> list[str]:
     """The rule of that name, which is these members in their order with commas between, and the rules that
     it needs. A member without the flag may be missing."""
     rules = [f'{name}_end: ""']

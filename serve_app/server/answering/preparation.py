@@ -16,6 +16,7 @@ from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.normaliser import PARAGRAPH
 from serve_app.prompt.tool_calls.calls import FunctionNames
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 from serve_app.server.answering.requests import ChatRequest, GenerationParams
 from serve_app.server.http.request_model import name_ignored
 from serve_app.server.model_registry import MediaReader, ModelInfo, active
@@ -396,9 +397,9 @@ def _chat_grammar(
     """The grammar of calls and of the answer's schema, if the request or the model's format needs one."""
     dialect, constraint = model.tokenizer.dialect(prompt), body.constraint
     if is_begun:
-        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.BEHIND)
+        dialect = dataclasses.replace(dialect, thinking=ThinkingPhase.BEHIND)
     elif not _may_think(model, body):
-        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.OFF)
+        dialect = dataclasses.replace(dialect, thinking=ThinkingPhase.OFF)
     schema = constraint if constraint is not None and constraint.kind == "schema" else None
     tool_format = dialect.tool_format
     # Text that is begun is not in the form to which a format may hold all answers.

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
 from serve_app.prompt.tool_calls.format import ThinkingPhase, ToolFormat
@@ -292,7 +294,7 @@ class _Written:
             (f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)}", key in needed)
             for key, inner in sorted(lark.properties_of(schema).items())
         ]
-        self.rules += lark.listed(name, members, '","')
+        self.rules += lark.comma_list(name, members, '","')
         return f'"{{" {name} "}}"'
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
@@ -321,7 +323,7 @@ _KINDS = {"string": "string", "object": "object", "array": "list"}
 # -- Solar Open and Kimi K3: calls between literals ------------------------------------------------------
 
 
-class MarkedCallsParser(ChannelParser, MarkupParser):
+class MarkedCallsParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # both read
     """Calls are a markup's."""
 
     def __init__(self, functions: Sequence[Function] = (), *, markup: Markup, tags: _Tags) -> None:
@@ -353,7 +355,9 @@ _SOLAR, _KIMI_K3 = (
 _ENDS_OF_TURNS = ("<|close|>message<|sep|>", "<|end_of_msg|>")
 
 
-def _marked(name: str, patterns: tuple[str, ...], tags: _Tags, markup: Markup) -> ToolFormat:
+def _message_format(
+    name: str, patterns: tuple[str, ...], tags: _Tags, markup: Markup
+) -> ToolFormat:
     return of_markup(
         name,
         patterns,
@@ -517,34 +521,36 @@ TEXT: /(.|\\n)*/"""
 
 
 def _harmony_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with reasoning where the template looks for it: before calls. An answer that has tags in
-    its content, as clients may ask for it, is split: the template refuses such answers."""
+    """The message with reasoning where the template looks for it: before calls."""
     changed = dict(message)
     reasoning = changed.pop("reasoning_content", None)
-    if message["role"] == "assistant":
-        thought, changed["content"] = _without_tags(message["content"])
-        reasoning = "".join(_without_tags(reasoning or "")) or thought
     if reasoning and changed.get("tool_calls") and not changed.get("content"):
         changed["thinking"] = reasoning
     return changed
 
 
-def _without_tags(content: Any) -> tuple[str, Any]:
-    """The reasoning and the rest of an answer."""
-    if not isinstance(content, str) or CHANNEL not in content:
-        return "", content
+def _without_tags(turn: Turn) -> Turn:
+    """The turn with the reasoning and the content of an answer that has its tags, as clients may ask for
+    it. The template refuses such answers."""
+    if not any(CHANNEL in text for text in (turn.text, turn.reasoning)):
+        return turn
+    thought, content = _split(turn.text)
+    return replace(turn, parts=(content,), reasoning="".join(_split(turn.reasoning)) or thought)
+
+
+def _split(answer: str) -> tuple[str, str]:
+    """The reasoning in an answer, and the rest. Whatever is left of a header is a text."""
     parser = HarmonyParser()
-    parts = [*parser.feed(content), *parser.finish()]
+    parts = [*parser.feed(answer), *parser.finish()]
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     rest = "".join(part for part in parts if isinstance(part, str))
-    # Whatever is left of a header is a text.
     plain = f"{CHANNEL[:1]} {CHANNEL[1:]}"
     return thought.replace(CHANNEL, plain), rest.replace(CHANNEL, plain)
 
 
 _COMMAND_R, _GEMMA = _Tags(ACTION_OPEN, _THINKING, _RESPONSE), _Tags(CALL_OPEN, _CHANNEL)
 FORMATS = (
-    _marked(
+    _message_format(
         "solar",
         (r"<\|tool_call:begin\|>", r"<\|tool_call:args\|>", r"<\|calls\|>"),
         _SOLAR,
@@ -554,7 +560,7 @@ FORMATS = (
             section=("<|tool_calls|>", ""),  # a token that ends answers is behind
         ),
     ),
-    _marked(
+    _message_format(
         "kimi-k3",
         (r"<\|open\|>", r"<\|close\|>", r"<\|end_of_msg\|>", r"'call'|call tool="),
         _KIMI_K3,
@@ -578,6 +584,7 @@ FORMATS = (
         forced_start=_harmony_forced_start,
         has_channels=True,
         message=_harmony_message,
+        split=_without_tags,
     ),
     ToolFormat(
         name="recipients",

@@ -131,7 +131,7 @@ def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: b
             (f"{lark.text(f'{name}=')} {_value(inner, schema)}", name in (required or ()))
             for name, inner in lark.properties_of(schema).items()
         ]
-        rules += lark.listed(f"arguments_{i}", members, '", "')
+        rules += lark.comma_list(f"arguments_{i}", members, '", "')
         bodies.append(f"{lark.text(function['name'] + '(')} arguments_{i}")
     more = '(", " call)*' if parallel else ""
     return "\n".join(
@@ -159,7 +159,7 @@ def _value(schema: Any, root: Mapping[str, Any]) -> str:
     return f"({' | '.join(choices)})"
 
 
-def _written(call: Mapping[str, Any]) -> str:
+def _as_python(call: Mapping[str, Any]) -> str:
     name, arguments = call["name"], call["arguments"]
     if not isinstance(arguments, Mapping):
         return f"{name}({arguments})"
@@ -177,7 +177,7 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    written = ", ".join(_written(call["function"]) for call in calls)
+    written = ", ".join(_as_python(call["function"]) for call in calls)
     opening, closing = map(TemplateText.own, (OPEN, CLOSE))  # the template's words
     return {**message, "content": message["content"] + opening + f"[{written}]" + closing}
 

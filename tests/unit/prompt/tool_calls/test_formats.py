@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat, detect, reader
+from serve_app.prompt.tool_calls.calls import Reasoning
 from serve_app.prompt.tool_calls.reader import Reading, TextReader
 from tests.unit.prompt.splitting import cuts, parse
 from tests.unit.prompt.tool_calls.formats import (
@@ -142,6 +143,38 @@ def test_any_arguments_survive(
     text = EXAMPLES[form.name].first.replace(FIRST.arguments, written)
     (call,) = read(form, [text[i : i + size] for i in range(0, len(text), size)])
     assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "is_thinking", "before", "content"),
+    [
+        ("solar", False, "<|think|>Hm.<|end|><|begin|>assistant", "<|content|>{}"),
+        ("kimi-k3", True, "Hm.<|close|>think<|sep|>", "<|open|>response<|sep|>{}<|close|>response<|sep|>"),
+        ("command-r", False, "<|START_THINKING|>Hm.<|END_THINKING|>", "<|START_RESPONSE|>{}"),
+    ],
+)  # fmt: skip
+def test_reasoning_content_and_calls_between_tags(
+    name: str, is_thinking: bool, before: str, content: str
+) -> None:
+    form = FORMAT[name]
+    text = f"{before}{content.format('Hello.')}{EXAMPLES[name].first}"
+    for pieces in cuts(text):
+        parser = form.parser(TOOLS, is_thinking=is_thinking)
+        assert parse(parser, pieces) == [Reasoning("Hm."), "Hello.", FIRST]
+
+
+def test_the_end_of_a_turn_is_no_content() -> None:
+    form = FORMAT["gigachat"]
+    for pieces in cuts("Hello.<|message_sep|>\n\n"):
+        assert read(form, pieces) == ["Hello."]
+        assert parse(form.parser(), pieces) == ["Hello."]
+
+
+def test_a_recipient_is_no_content() -> None:
+    form = FORMAT["recipients"]
+    for pieces in cuts(f"all\nHello.>>>{EXAMPLES['recipients'].first}"):
+        assert read(form, pieces) == ["Hello.", FIRST]
+    assert parse(form.parser(), list("all\nHello >>>all\nyou")) == ["Hello you"]
 
 
 # -- work -----------------------------------------------------------------------------------------
