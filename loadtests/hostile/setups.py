@@ -1,4 +1,4 @@
-"""The attacked servers: `corral serve --cluster` on loopback, with the models and keys for attacks."""
+"""The attacked servers: Corral on loopback, with the models and keys for attacks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 from gguf import GGUFReader
 
-from loadtests.common.servers import ROOT, one_machine_command, running
-from loadtests.hostile.attack import KEYED, KEYLESS
+from loadtests.common.servers import ROOT, local_command, one_machine_command, running
+from loadtests.hostile.attack import ALONE, KEYLESS
 from loadtests.load.target import Target
 
 DEMO = "corral-demo"
+N_FILES = 1024
+"""The files that the server without Ray may have open."""
 N_SLOTS, MAX_WAITING, N_CTX_SLOT = 8, 96, 4096
 """Of the model that honest users talk to."""
 PRE_TOKENIZERS = ("tekken", "gpt-4o", "deepseek-llm", "deepseek-v3")
@@ -47,8 +49,8 @@ class Setup:
 
 @contextmanager
 def started(kind: str) -> Iterator[Setup]:
-    """One of the two servers. Raises RuntimeError with its log if it does not start."""
-    keys = KEYS if kind == KEYED else {}
+    """One of the servers. Raises RuntimeError with its log if it does not start."""
+    keys = {} if kind == KEYLESS else KEYS
     models = [_demo(), *map(_with_pre_tokenizer, PRE_TOKENIZERS if kind == KEYLESS else ())]
 
     def command(directory: Path, port: int) -> Sequence[str | Path]:
@@ -67,6 +69,8 @@ def started(kind: str) -> Iterator[Setup]:
         http = {"host": "127.0.0.1", "port": port}
         config = directory / "serve_config.yaml"
         config.write_text(json.dumps({"http_options": http, "applications": [app]}))
+        if kind == ALONE:
+            return ["sh", "-c", f'ulimit -n {N_FILES}; exec "$@"', "sh", *local_command(config)]
         return one_machine_command(config)
 
     def is_ready(url: str) -> bool:

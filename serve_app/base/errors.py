@@ -8,6 +8,7 @@
     |   |   |   `-- TextTooLongError  400 context_length_exceeded
     |   |   |-- ConstraintError       400 constraint_failed
     |   |   |-- KeyLimitError         400 key_limit_exceeded
+    |   |   |-- FieldRefusedError     400 invalid_request_error, with details
     |   |   |-- PicturesWantedError   400 invalid_request_error, unless they are fetched
     |   |   `-- PreviousResponseError 400 previous_response_not_found
     |   |-- PermissionDeniedError   403 permission_denied
@@ -19,6 +20,7 @@
     |   |-- ObjectNotFoundError     404 object_not_found
     |   |-- SlowRequestError        408 request_timeout
     |   |-- RequestTooLargeError    413 request_too_large
+    |   |-- HeadTooLargeError       431 header_too_large
     |   |-- ContentEncodingError    415 unsupported_content_encoding
     |   |-- MediaError              500 server_error, with x-should-retry: false
     |   `-- NotSupportedError       501 not_supported_error, with x-should-retry: false
@@ -40,6 +42,8 @@
     |-- LedgerError               500 server_error
     `-- StorageFullError          507 storage_full
 
+An answer whose `Retry-After` is above MOST_PATIENCE_S has `x-should-retry: false`, too.
+
 Errors cross processes: `args` of each has all that its class is called with, positionally, or the error
 could not be made again there.
 """
@@ -49,6 +53,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+MOST_PATIENCE_S = 60
+"""The longest wait after which a client should try again by itself. Some packages would sleep for days."""
 
 
 class CorralError(Exception):
@@ -78,6 +85,11 @@ class CorralError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def asks_patience(self) -> bool:
+        """Whether a new try makes sense so late that whoever waits should hear of the error now."""
+        return self.retry_after_s is not None and self.retry_after_s > MOST_PATIENCE_S
 
 
 class ConfigError(CorralError):
@@ -131,6 +143,15 @@ class TextTooLongError(PromptTooLongError):
 
 class KeyLimitError(InvalidRequestError, code="key_limit_exceeded"):
     """The request is larger than its API key may send."""
+
+
+class FieldRefusedError(InvalidRequestError):
+    """A field is refused in words by which its clients do without it."""
+
+    def __init__(self, message: str, param: str | None, details: Mapping[str, Any]) -> None:
+        """`details` has the `error_code` that those clients know."""
+        Exception.__init__(self, message, param, details)
+        self.message, self.param, self.details = message, param, details
 
 
 class PicturesWantedError(InvalidRequestError):
@@ -202,6 +223,10 @@ class SlowRequestError(RequestError, status=408, code="request_timeout"):
 
 class RequestTooLargeError(RequestError, status=413, code="request_too_large"):
     """The request's body is larger than any is."""
+
+
+class HeadTooLargeError(RequestError, status=431, code="header_too_large"):
+    """The request's headers, or what else is around its body, are larger than any are."""
 
 
 class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -195,15 +196,19 @@ def print_config(
 
 @app.command(rich_help_panel=_RUN)
 def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
-    """Check a configuration file without starting anything.
+    """Check a configuration file, and the files of its models on this machine, without starting anything.
 
     Example: `corral check serve_config.yaml`
     """
     from serve_app.cluster.serve_check import check_serve
     from serve_app.config import schema
+    from serve_app.run.resolving import check_files
 
     application = schema.load(file)
     check_serve(application, file)
+    logging.getLogger("corral.llama").setLevel(logging.CRITICAL)  # the problem says the same
+    if problems := check_files(application):
+        _fail("\n".join(f"{file}: models ({name}): {why}" for name, why in problems.items()))
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 

@@ -92,9 +92,10 @@ class ChatTemplate(Template):
         self._known_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
-        has_channels = self._known_format.has_channels
-        self.reasoning_tags = output_parser.reasoning_tags(source)
-        self.thinks = has_channels or self.reasoning_tags is not None
+        form = self._known_format
+        tags = form.thought and output_parser.ReasoningTags(*form.thought)
+        self.reasoning_tags = tags or output_parser.reasoning_tags(source)
+        self.thinks = (form.has_channels and form.thinks) or self.reasoning_tags is not None
         self.names = names
         self._reserved = {
             *("messages", "tools", "add_generation_prompt"),

@@ -9,6 +9,7 @@ of the user and the assistant in alternation, with results right behind their ca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -23,7 +24,11 @@ from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText
 
 PARAGRAPH = "\n\n"
+_PARTS = PARAGRAPH
+"""The text that llama-server puts between the parts of a message that is continued."""
 _BLANK = " "
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands at the end of an answer that is begun. It is transformers' own, which some templates look for."""
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 """Lines of a system message that differ from request to request and mean nothing to a model. Claude Code's
 differs with the user's first message, so that no two sessions would share a prefix."""
@@ -63,6 +68,35 @@ def render(
     raise errors[0]
 
 
+def render_begun(
+    template: Template,
+    turns: list[Turn],
+    begun: Turn,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> tuple[TemplateText, str]:
+    """The conversation up to the text of an answer that is begun, and this text, both as the template
+    writes an assistant's turn. A template that does not write it begins a turn, with the text behind.
+    Raises InvalidRequestError like `render`.
+
+    Source: transformers, `continue_final_message` in `utils/chat_template_utils.py`.
+    """
+    caps = template.caps
+    if begun.role not in caps.joining_roles:
+        joint = caps.joint if caps.joining_roles else _PARTS
+        begun = begun.with_text(joint.join(begun.texts))
+    *texts, last = begun.texts
+    tagged = replace(begun, parts=(*texts, last + _TAG))
+    with contextlib.suppress(InvalidRequestError):
+        whole = render(template, [*turns, tagged], tools, variables, add_generation_prompt=False)
+        text = whole[: max(whole.rfind(_TAG.strip()), 0)]
+        text = text if whole.startswith(_TAG, len(text)) else text.rstrip()
+        start = text.rfind(begun.texts[0].strip())
+        if start >= 0 and last.strip() in text[start:]:
+            return text[:start], text[start:]
+    return render(template, turns, tools, variables), begun.text
+
+
 def fit_calls(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
     """The turns with calls as the template takes them."""
     if not caps.parallel_calls:
@@ -99,12 +133,14 @@ def _join_turns(turns: Iterable[Turn]) -> Turn:
 
 def complete(turns: Conversation) -> list[Turn]:
     """The conversation without lines that mean nothing to a model, and with an id for each call."""
-    return _with_ids(
-        turn.with_text(_VOLATILE.sub("", turn.text))
-        if turn.role == "system" and _VOLATILE.search(turn.text)
-        else turn
-        for turn in turns
-    )
+    return _with_ids(_without_volatile(turn) if turn.role == "system" else turn for turn in turns)
+
+
+def _without_volatile(turn: Turn) -> Turn:
+    if not _VOLATILE.search(turn.text):
+        return turn
+    texts = (_VOLATILE.sub("", text) for text in turn.texts)
+    return replace(turn, parts=tuple(text for text in texts if text))
 
 
 def _with_ids(turns: Iterable[Turn]) -> list[Turn]:
@@ -210,8 +246,8 @@ def as_messages(
 
 def _as_message(turn: Turn, caps: TemplateCaps, is_strict: bool) -> dict[str, Any]:
     is_blank = is_strict and turn.role == "assistant" and not turn.text and not turn.calls
-    text = _BLANK if is_blank else turn.text
-    message: dict[str, Any] = {"role": turn.role, "content": caps.content(text)}
+    content = caps.content(*((_BLANK,) if is_blank else turn.texts or ("",)), role=turn.role)
+    message: dict[str, Any] = {"role": turn.role, "content": content}
     if turn.name:
         message["name"] = turn.name
     if turn.role == "tool":

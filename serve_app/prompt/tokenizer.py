@@ -253,22 +253,29 @@ class Tokenizer:
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-        prefill: str = "",
+        begun: Turn | None = None,
     ) -> TemplateText:
         """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
         the end of the last turn; if it shall not think, reasoning that the template begins is ended.
-        `prefill` is the beginning of the answer. Raises InvalidRequestError if the chat template takes the
-        messages in no shape, or leaves out a user's text."""
+        `begun` is an assistant's turn whose text the answer continues. Raises InvalidRequestError if the
+        chat template takes the messages in no shape, or leaves out a user's text."""
         template = self._template_for(conversation, tools)
         names = FunctionNames.of_tools(tools)
         tools = names.rename(tools)
         turns = normaliser.complete(names.renamed_calls(conversation))
-        text = normaliser.render(
-            template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
-        )
-        if not thinks and text.rstrip().endswith(self.reasoning_tags.open):
+        if begun is None:
+            text, answer = (
+                normaliser.render(
+                    template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
+                ),
+                "",
+            )
+        else:
+            text, answer = normaliser.render_begun(template, turns, begun, tools, extra or {})
+        is_thinking = text.rstrip().endswith(self.reasoning_tags.open)
+        if is_thinking and (not thinks or begun is not None):
             text = text.rstrip() + TemplateText.own(f"\n\n{self.reasoning_tags.close}\n\n")
-        return text + prefill
+        return text + answer
 
     def _template_for(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]
@@ -280,7 +287,7 @@ class Tokenizer:
         self, conversation: Conversation, *arguments: Any, **options: Any
     ) -> tuple[int, ...]:
         """The tokens of a chat as `render_chat`, with these arguments, writes it. Only the template's
-        own control tokens become control tokens; those in messages, tools, `extra` and `prefill` stay text.
+        own control tokens become control tokens; those in messages, tools and `extra` stay text.
         An attachment becomes a negative token: -1 less its number in the conversation. Raises
         InvalidRequestError like `render_chat`."""
         marks = Marks()
@@ -325,9 +332,11 @@ class Tokenizer:
         """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
         or whole. Reasoning stays in the content unless `thinks`."""
         form, names = self.tool_format, FunctionNames.of_tools(tools)
-        tools = names.rename(tools)
+        tools, is_thinking = names.rename(tools), self.is_reasoning(prompt)
         calls = (
-            form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
+            form.parser(
+                tools, in_pieces=in_pieces, splits_reasoning=thinks, is_thinking=is_thinking
+            )
             if tools or form.has_channels
             else None
         )
@@ -336,7 +345,7 @@ class Tokenizer:
             calls,
             names,
             thinks=thinks and has_tags,
-            is_thinking=self.is_reasoning(prompt),
+            is_thinking=is_thinking,
             tags=self.reasoning_tags,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -17,6 +18,9 @@ from serve_app.base.folders import cache_folder
 
 Content = Mapping[str, Any]
 """What a configuration file of Serve holds."""
+KEEP_ALIVE_S = 620
+"""Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
+load balancers 600 s."""
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
 _PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 
@@ -43,6 +47,13 @@ def arguments(module: str, about: str | None) -> argparse.Namespace:
     if args.events is not None:
         threading.Thread(target=_watch_parent, daemon=True).start()
     return args
+
+
+def allow_most_files() -> None:
+    """Let this process and those that it starts have as many files open as the system allows them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def tell(events: int | None, kind: str, text: str = "") -> None:

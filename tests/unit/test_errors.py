@@ -20,6 +20,9 @@ EXAMPLES: list[CorralError] = [
     errors.PromptTooLongError(9, 8, "messages"),
     errors.PromptTooLongError(9, 8, "prompt", False),
     errors.KeyLimitError("300 prompt tokens"),
+    errors.FieldRefusedError(
+        "no threads", "thread", {"error_code": "x", "unsupported": ["thread"]}
+    ),
     errors.PicturesWantedError("messages", (("http://a/", "Picture 1 of 1"),)),
     errors.AuthenticationError("no key"),
     errors.ModelLoadingError("not yet", 7),

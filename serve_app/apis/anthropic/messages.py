@@ -4,13 +4,17 @@ A client's own tools have a schema, or a type for which Anthropic's models know 
 here. Tools of other types are run by Anthropic's servers. Agents declare them with every request, needed or
 not. They are left out, and the answer names them.
 
+Tools with `defer_loading` are known from where a `tool_reference` names them. A `tool_addition` or a
+`tool_removal` in a system message counts from there on.
+
 Source: Anthropic's API reference, "Messages" and "Tools".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -23,9 +27,15 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.base.errors import InvalidRequestError
+from serve_app.base.errors import FieldRefusedError, InvalidRequestError
 from serve_app.prompt.conversation import Attachment, PastCall, Turn, text_of, texts_in
-from serve_app.server.answering.tools import FunctionDefinition, FunctionName, Tool, refuse_media
+from serve_app.server.answering.tools import (
+    FunctionDefinition,
+    FunctionName,
+    LaterTools,
+    Tool,
+    refuse_media,
+)
 from serve_app.server.http.request_model import (
     AnyMember,
     Foreign,
@@ -70,13 +80,35 @@ class PictureSource(RequestModel):
 class PictureBlock(Block):
     """A picture."""
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Block.NEUTRAL,
+        "transformations": (None, {}, {"oversized_image": "downsize"}),
+    }
+
     type: Literal["image"]
     source: PictureSource
 
 
+class ReferenceBlock(Block):
+    """A tool that a search has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+_TAGS = {
+    "redacted_thinking": "thinking",
+    "tool_addition": "tool_change",
+    "tool_removal": "tool_change",
+}
+
+
 def _kind(block: Any) -> str:
-    kind = known_kind("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
-    return kind(block).removeprefix("redacted_")
+    kind = known_kind(
+        *("text", "image", "tool_use", "tool_result", "thinking"),
+        *("tool_reference", "tool_search_tool_result", *_TAGS),
+    )(block)
+    return _TAGS.get(kind, kind)
 
 
 def _blocks(content: object) -> object:
@@ -115,24 +147,57 @@ _Seen = list[
     Annotated[
         Annotated[TextBlock, Tag("text")]
         | Annotated[PictureBlock, Tag("image")]
+        | Annotated[ReferenceBlock, Tag("tool_reference")]
         | Annotated[Foreign, Tag("foreign")],
-        Discriminator(known_kind("text", "image")),
+        Discriminator(known_kind("text", "image", "tool_reference")),
         AnyMember,
     ]
 ]
 
 
-def _canonical_part(block: TextBlock | PictureBlock | Foreign) -> str | Attachment:
-    return Attachment(block.source.as_url) if isinstance(block, PictureBlock) else block.text
+def _canonical_parts(blocks: Iterable[object], later: LaterTools) -> tuple[str | Attachment, ...]:
+    parts: list[str | Attachment] = []
+    for is_reference, run in groupby(blocks, lambda block: isinstance(block, ReferenceBlock)):
+        if is_reference:
+            parts.append(_refer(later, run))
+            continue
+        for one in run:
+            if isinstance(one, PictureBlock):
+                parts.append(Attachment(one.source.as_url))
+            elif isinstance(one, SearchResultBlock | ToolChangeBlock):
+                parts.append(one.tell(later))
+            elif isinstance(one, TextBlock | Foreign):
+                parts.append(one.text)
+    return tuple(part for part in parts if part)
 
 
-def _canonical_parts(blocks: Iterable[object]) -> tuple[str | Attachment, ...]:
-    seen = (
-        _canonical_part(one)
-        for one in blocks
-        if isinstance(one, TextBlock | PictureBlock | Foreign)
-    )
-    return tuple(part for part in seen if part)
+def _refer(later: LaterTools, blocks: Iterable[object]) -> str:
+    """The text of a search's result. Histories may name tools that are no longer there."""
+    names = [block.tool_name for block in blocks if isinstance(block, ReferenceBlock)]
+    found = {name: later.find(name) for name in dict.fromkeys(names)}
+    known = [tool for tool in found.values() if tool is not None]
+    gone = [f"The function {name} is no longer there." for name in found if found[name] is None]
+    return "\n".join([*([later.add(known)] if known else []), *gone])
+
+
+class SearchResult(RequestModel):
+    """The tools that a search of Anthropic's servers found, or its error."""
+
+    type: str
+    tool_references: list[ReferenceBlock] = Field(default=[])
+    error_code: str | None = None
+    error_message: str | None = None
+
+
+class SearchResultBlock(Block):
+    """The result of a search of Anthropic's servers, in an earlier turn."""
+
+    type: Literal["tool_search_tool_result"]
+    tool_use_id: str = ""
+    content: SearchResult
+
+    def tell(self, later: LaterTools) -> str:
+        return _refer(later, self.content.tool_references)
 
 
 class ToolUseBlock(Block):
@@ -157,10 +222,12 @@ class ToolResultBlock(Block):
     )
     is_error: bool = False
 
-    def as_turn(self) -> Turn:
+    def as_turn(self, later: LaterTools) -> Turn:
         """The result as a turn. Templates know no errors, so the text says it."""
-        parts = _canonical_parts(self.content)
-        text = "".join(part for part in parts if isinstance(part, str))
+        parts = _canonical_parts(self.content, later)
+        has_tools = any(isinstance(block, ReferenceBlock) for block in self.content)
+        texts = (part for part in parts if isinstance(part, str))
+        text = ("\n" if has_tools else "").join(texts)
         text = ("Error: " if self.is_error else "") + text
         pictures = [part for part in parts if isinstance(part, Attachment)]
         return Turn("tool", (text, *pictures), call_id=self.tool_use_id)
@@ -173,57 +240,6 @@ class ThinkingBlock(BaseModel):
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
-
-
-Content = list[
-    Annotated[
-        Annotated[TextBlock, Tag("text")]
-        | Annotated[PictureBlock, Tag("image")]
-        | Annotated[ToolUseBlock, Tag("tool_use")]
-        | Annotated[ToolResultBlock, Tag("tool_result")]
-        | Annotated[ThinkingBlock, Tag("thinking")]
-        | Annotated[Foreign, Tag("foreign")],
-        Discriminator(_kind),
-        AnyMember,
-    ]
-]
-
-
-class Message(RequestModel):
-    """A message."""
-
-    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
-    role: str
-    content: Annotated[
-        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
-    ] = Field(default=[])
-
-    @model_validator(mode="after")
-    def _check(self) -> Message:
-        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
-        foreign: tuple[type, ...] = (*of_assistant, *of_user)
-        if self.role != "system":
-            foreign = of_user if self.role == "assistant" else (ToolUseBlock,)
-        for block in self.content:
-            if isinstance(block, foreign):
-                message = (
-                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
-                )
-                raise InvalidRequestError(message, "messages")
-        return self
-
-    def as_turns(self, *, reasoning: bool) -> list[Turn]:
-        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's."""
-        results = [b.as_turn() for b in self.content if isinstance(b, ToolResultBlock)]
-        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
-        parts = _canonical_parts(self.content)
-        if results and not parts:
-            return results
-        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
-        keeps = reasoning and self.role == "assistant"
-        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
-        return [*results, turn]
 
 
 Json = dict[str, Any]
@@ -271,7 +287,6 @@ class AnthropicTool(RequestModel):
     """A tool in `tools`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "defer_loading": (None, False),
         "allowed_callers": (None, ["direct"]),
         "input_examples": (None, []),
     }
@@ -283,6 +298,8 @@ class AnthropicTool(RequestModel):
     input_schema: dict[str, Any] = Field(default={})
     strict: bool | None = None
     """Whether the input is held to the schema."""
+    defer_loading: bool = False
+    """Whether the model knows the tool only from where a `tool_reference` or a `tool_addition` names it."""
 
     def as_tool(self) -> Tool:
         function = FunctionDefinition(
@@ -298,7 +315,20 @@ def _clients(tools: object) -> object:
     if not isinstance(tools, list):
         return tools
     name_ignored(f"tools.{tool['type']}" for tool in filter(_is_left_out, tools))
-    return [_own(tool) for tool in tools if not _is_left_out(tool)]
+    clients = [_own(tool) for tool in tools if not _is_left_out(tool)]
+    searches = any(_is_search(tool) for tool in tools)
+    if searches or all(isinstance(tool, dict) and tool.get("defer_loading") for tool in clients):
+        # Nobody would find them.
+        clients = [
+            tool | {"defer_loading": False} if isinstance(tool, dict) else tool for tool in clients
+        ]
+    return clients
+
+
+def _is_search(tool: object) -> bool:
+    """Whether it is a search that Anthropic's servers run."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith("tool_search_tool_")
 
 
 def _is_left_out(tool: object) -> bool:
@@ -317,7 +347,7 @@ def _own(tool: object) -> object | None:
     if known is None:
         return None
     description, schema = known
-    kept = {key: tool[key] for key in ("name", "cache_control") if key in tool}
+    kept = {key: tool[key] for key in ("name", "cache_control", "defer_loading") if key in tool}
     return {**kept, "description": description, "input_schema": schema}
 
 
@@ -337,3 +367,127 @@ def with_possible_choice(request: Any) -> Any:
 
 
 AnthropicTools = Annotated[list[AnthropicTool], BeforeValidator(_clients)]
+
+
+class ChangedTool(RequestModel):
+    """The tool of a block that adds or removes one."""
+
+    type: Literal["tool_reference", "tool_definition"]
+    name: str = ""
+    """The name of a tool of the request, or of one that an earlier message defines."""
+    definition: AnthropicTools = Field(default=[])
+    """A tool as `tools` has it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_no_server(cls, tool: Any) -> Any:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith("mcp_"):
+            raise _unresolved(f"{kind}: no MCP server is defined.")
+        if isinstance(tool, dict) and isinstance(tool.get("definition"), dict):
+            defined = {**tool["definition"]}
+            defined.pop("defer_loading", None)
+            return {**tool, "definition": [defined]}
+        return tool
+
+
+class ToolChangeBlock(Block):
+    """A tool that is there from here on, or no longer."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: ChangedTool
+
+    def tell(self, later: LaterTools) -> str:
+        """The text that says so. Raises FieldRefusedError for a tool that is not defined."""
+        if self.tool.type == "tool_definition":
+            tools = [tool.as_tool() for tool in self.tool.definition]
+        elif self.tool.name in later.left_out:
+            return ""
+        elif (found := later.find(self.tool.name)) is not None:
+            tools = [found]
+        else:
+            raise _unresolved(f"The tool {self.tool.name!r} is not defined here.")
+        if self.type == "tool_removal":
+            return later.remove([tool.function.name for tool in tools])
+        return later.add(tools) if tools else ""
+
+
+def _unresolved(message: str) -> FieldRefusedError:
+    return FieldRefusedError(message, "messages", {"error_code": "tool_reference_unresolved"})
+
+
+def names_left_out(request: Any) -> Set[str]:
+    """The names of the tools of a request that are left out."""
+    tools = request.get("tools") if isinstance(request, dict) else None
+    left_out = filter(_is_left_out, tools if isinstance(tools, list) else [])
+    return {name for tool in left_out if isinstance(name := tool.get("name"), str)}
+
+
+Content = list[
+    Annotated[
+        Annotated[TextBlock, Tag("text")]
+        | Annotated[PictureBlock, Tag("image")]
+        | Annotated[ToolUseBlock, Tag("tool_use")]
+        | Annotated[ToolResultBlock, Tag("tool_result")]
+        | Annotated[ThinkingBlock, Tag("thinking")]
+        | Annotated[ReferenceBlock, Tag("tool_reference")]
+        | Annotated[SearchResultBlock, Tag("tool_search_tool_result")]
+        | Annotated[ToolChangeBlock, Tag("tool_change")]
+        | Annotated[Foreign, Tag("foreign")],
+        Discriminator(_kind),
+        AnyMember,
+    ]
+]
+
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class MessageOutputConfig(RequestModel):
+    """`output_config` of a system message."""
+
+    effort: Effort | None = None
+    """The effort from here on, in the place of the request's."""
+
+
+class Message(RequestModel):
+    """A message."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    role: str
+    content: Annotated[
+        Content, BeforeValidator(_blocks, json_schema_input_type=str | Content | None)
+    ] = Field(default=[])
+    clear_at: Literal["next_user_message", "never"] | None = None
+    """How long the model sees a system message's text."""
+    output_config: MessageOutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        of_assistant, of_user = (ToolUseBlock, ThinkingBlock), (ToolResultBlock,)
+        foreign: tuple[type, ...] = (*of_assistant, *of_user)
+        if self.role != "system":
+            others = of_user if self.role == "assistant" else (ToolUseBlock,)
+            foreign = (*others, ToolChangeBlock)
+        for block in self.content:
+            if isinstance(block, foreign):
+                message = (
+                    f"No block of the type {block.type!r} can be in a turn of the {self.role}."
+                )
+                raise InvalidRequestError(message, "messages")
+        return self
+
+    def as_turns(self, later: LaterTools, *, reasoning: bool, is_cleared: bool) -> list[Turn]:
+        """The message as turns, of which tools' results are some; `reasoning` keeps the assistant's. Of a
+        message that is cleared, only the tools are left that it adds or removes."""
+        results = [b.as_turn(later) for b in self.content if isinstance(b, ToolResultBlock)]
+        calls = [block.as_call() for block in self.content if isinstance(block, ToolUseBlock)]
+        kept = [b for b in self.content if not is_cleared or isinstance(b, ToolChangeBlock)]
+        parts = _canonical_parts(kept, later)
+        if (results or is_cleared or self.output_config is not None) and not parts:
+            return results
+        thinking = "".join(b.thinking for b in self.content if isinstance(b, ThinkingBlock))
+        keeps = reasoning and self.role == "assistant"
+        turn = Turn.of(self.role, parts, reasoning=thinking if keeps else "", calls=tuple(calls))
+        return [*results, turn]

@@ -5,13 +5,21 @@ Source: Anthropic's API reference, "Messages" and "Count tokens in a Message".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from serve_app.apis.anthropic.messages import AnthropicTools, Message, Texts, with_possible_choice
+from serve_app.apis.anthropic.messages import (
+    AnthropicTools,
+    Effort,
+    Message,
+    Texts,
+    ToolResultBlock,
+    names_left_out,
+    with_possible_choice,
+)
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
 from serve_app.config.sampling_fields import read_params, takes_sampling
@@ -24,6 +32,7 @@ from serve_app.server.answering.requests import (
     NamedToolChoice,
     TranslatedChat,
 )
+from serve_app.server.answering.tools import LaterTools
 from serve_app.server.http.request_model import ModelledRequest, RequestModel
 from serve_app.server.model_registry import Models, find
 
@@ -53,11 +62,14 @@ class ToolChoice(RequestModel):
 class Thinking(RequestModel):
     """`thinking`."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
-    """`adaptive` is for any model: whether it thinks is its own business."""
+    INERT: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    """`adaptive` is for any model: whether it thinks is its own business. With `between_tools`, only the
+    answer to a tool's result begins with reasoning."""
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     """The most tokens of reasoning, less than `max_tokens`."""
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
     """`omitted` leaves the reasoning out of the answer; otherwise it is given as it is."""
 
     @model_validator(mode="after")
@@ -81,7 +93,7 @@ class OutputConfig(RequestModel):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"task_budget": (None,)}
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     """How much a model that can thinks, with `thinking`; told to the chat template."""
     format: OutputFormat | None = None
 
@@ -100,11 +112,20 @@ class CountTokensRequest(ModelledRequest):
         "context_management": (None,),
         "mcp_servers": (None, []),
         "speed": (None, "standard"),
+        "thread": (None,),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset({"mcp_servers"})
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"mcp_servers", "thread"})
+    FALLBACKS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    }
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "betas", "anthropic_beta", "anthropic_version"}
+        {
+            *("cache_control", "betas", "anthropic_beta", "anthropic_version"),
+            *("billing_policy", "user_profile_id", "workspace_id"),
+            "compaction",  # counts the messages as they are
+        }
     )
+    _left_out: Set[str] = PrivateAttr(frozenset())
 
     messages: Annotated[list[Message], Field(min_length=1)]
     system: Texts = Field(default=[])
@@ -117,10 +138,12 @@ class CountTokensRequest(ModelledRequest):
     output_format: OutputFormat | None = None
     """The older place of `output_config.format`."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _possible_choice(cls, request: Any) -> Any:
-        return with_possible_choice(request)
+    def _possible_choice(cls, request: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(with_possible_choice(request))
+        made._left_out = names_left_out(request)
+        return made
 
     @model_validator(mode="after")
     def _check_thinking(self) -> Self:
@@ -133,7 +156,11 @@ class CountTokensRequest(ModelledRequest):
 
     @property
     def thinks(self) -> bool:
-        return self.thinking is not None and self.thinking.type != "disabled"
+        kind = "disabled" if self.thinking is None else self.thinking.type
+        if kind != "between_tools":
+            return kind != "disabled"
+        last = self.messages[-1].content if self.messages else []
+        return any(isinstance(block, ToolResultBlock) for block in last)
 
     def as_chat(self) -> TranslatedChat:
         """Translate the request to OpenAI's chat. Raises InvalidRequestError."""
@@ -141,18 +168,40 @@ class CountTokensRequest(ModelledRequest):
         system = [Turn("system", texts)] if texts else []
         choice = self.tool_choice
         answer = self.output_config.format or self.output_format
-        keeps = self.thinking is None or self.thinks
-        turns = [turn for message in self.messages for turn in message.as_turns(reasoning=keeps)]
+        later = LaterTools((tool.as_tool() for tool in self.tools), self._left_out)
+        turns = self._turns(later)
         return TranslatedChat(
             turns=[*system, *turns],
-            tools=[tool.as_tool() for tool in self.tools],
+            tools=[tool.as_tool() for tool in self.tools if not tool.defer_loading],
+            later_tools=[*later.known.values()],
+            removed_tools=frozenset(later.removed),
             tool_choice=choice.as_choice() if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             json_schema=None if answer is None else answer.schema_ or {"type": "object"},
-            reasoning_effort=self.output_config.effort if self.thinks else None,
+            reasoning_effort=self._effort() if self.thinks else None,
             chat_template_kwargs={"enable_thinking": self.thinks},
             **self._sampling(),
         )
+
+    def _turns(self, later: LaterTools) -> list[Turn]:
+        keeps = self.thinking is None or self.thinks
+        of_user = [i for i, message in enumerate(self.messages) if message.role == "user"]
+        last = max(of_user, default=-1)
+        return [
+            turn
+            for place, message in enumerate(self.messages)
+            for turn in message.as_turns(
+                later,
+                reasoning=keeps,
+                is_cleared=message.clear_at == "next_user_message" and place < last,
+            )
+        ]
+
+    def _effort(self) -> Effort | None:
+        """The effort that the last message with one sets, or the request's."""
+        configs = [self.output_config, *(message.output_config for message in self.messages)]
+        efforts = [config.effort for config in configs if config and config.effort]
+        return efforts[-1] if efforts else None
 
     def _sampling(self) -> dict[str, Any]:
         return {}
@@ -164,9 +213,14 @@ class MessagesRequest(CountTokensRequest, AnswerParams):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CountTokensRequest.NEUTRAL,
+        "compaction": (None,),
         "container": (None,),
         "inference_geo": (None,),
         "diagnostics": (None,),
+    }
+    REFUSED: ClassVar[frozenset[str]] = CountTokensRequest.REFUSED | {"compaction", "container"}
+    INERT: ClassVar[frozenset[str]] = CountTokensRequest.INERT - {"compaction"} | {
+        *("fallbacks", "fallback_credit_token")  # no model here declines
     }
 
     max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -195,6 +249,8 @@ class AnthropicErrorBody(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
+    """The `error_code` by which SDKs do without what is refused, and more."""
 
 
 class AnthropicErrorResponse(BaseModel):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app.base.errors import CorralError, PromptTooLongError
+from serve_app.base.errors import CorralError, FieldRefusedError, PromptTooLongError
 from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
 from serve_app.prompt.conversation import json_object
 from serve_app.prompt.output_parser import OutputParser
@@ -23,13 +23,10 @@ from serve_app.server.http.errors import ErrorShape, cut
 Json = dict[str, Any]
 
 _PING: Json = {"type": "ping"}
-PING = sse.named_event(_PING)
-"""Anthropic's own, which its clients know: unlike a comment, it reaches those that wait for an event."""
 
 
 @dataclass
 class MessageAnswer(ProtocolAnswer):
-    ping = PING
     id: str
     model: str
     n_prompt: int
@@ -49,6 +46,9 @@ class MessageAnswer(ProtocolAnswer):
         """The events before any text. How much of the prompt was cached is told at the end."""
         usage = usage_body(Usage(self.n_prompt, 0, 0))
         return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
+
+    def waiting(self) -> list[Json]:
+        return [_PING]
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The events of a delta. Those of the last delta tell the end."""
@@ -175,7 +175,10 @@ def anthropic_error_body(error: CorralError, status: int) -> Json:
     if isinstance(error, PromptTooLongError):  # agents that see these words compact their history
         n_prompt, n_ctx = error.details["n_prompt_tokens"], error.details["n_ctx"]
         message = f"prompt is too long: {n_prompt} tokens > {n_ctx - 1} maximum. {error.hint}"
-    return {"type": "error", "error": {"type": kind, "message": cut(message)}}
+    body: Json = {"type": kind, "message": cut(message)}
+    if isinstance(error, FieldRefusedError):
+        body["details"] = dict(error.details)
+    return {"type": "error", "error": body}
 
 
 ERRORS = {"/v1/messages/": ErrorShape(anthropic_error_body)}

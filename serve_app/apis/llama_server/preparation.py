@@ -20,7 +20,6 @@ from serve_app.apis.llama_server.protocol import (
     TokenizePrompt,
     TokenizeRequest,
 )
-from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.types import Medium
 from serve_app.server.answering import preparation
@@ -183,10 +182,9 @@ def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
     return encode_json({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
-def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
-    """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
-    request = parse_body(SlotRequest, body) if body else SlotRequest()
-    return find(models, request.model).id, request.filename
+def slot_request(models: Models, body: bytes) -> SlotRequest:
+    """POST /slots/{id_slot}. Raises InvalidRequestError."""
+    return parse_body(SlotRequest, body) if body else SlotRequest()
 
 
 def named_model(models: Models, request: ModelRequest) -> str:
@@ -199,20 +197,8 @@ def properties(models: Models, body: bytes) -> None:
     parse_body(PropsRequest, body or b"{}")
 
 
-def adapters(models: Models, body: bytes) -> AdapterChange | None:
-    """POST /lora-adapters: what is to be loaded or unloaded, if anything. Raises CorralError, also for
-    scales: what requests have that say nothing does not change while others run."""
+def adapters(models: Models, body: bytes) -> tuple[AdapterChange | None, tuple[LoraAdapter, ...]]:
+    """POST /lora-adapters: what is to be loaded or unloaded, or scales. Raises InvalidRequestError."""
     if body.lstrip().startswith(b"{"):
-        change = parse_body(AdapterChange, body)
-        found = find(models, change.model)
-        return change.model_copy(update={"model": found.id})
-    known = find(models, None).adapters
-    for adapter in parse_body(list[LoraAdapter], body):
-        if adapter.id not in known:
-            raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
-        if adapter.scale != 0:
-            raise InvalidRequestError(
-                "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
-                "scale",
-            )
-    return None
+        return parse_body(AdapterChange, body), ()
+    return None, tuple(parse_body(list[LoraAdapter], body))

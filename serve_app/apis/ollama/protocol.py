@@ -106,6 +106,11 @@ class Options(RequestModel):
             "vocab_only",
         }
     )
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "num_ctx": (None,),
+        "tfs_z": (None, 1),
+        "penalize_newline": (None, False),
+    }
 
     num_predict: Annotated[int, Field(ge=-2, le=_INT_MAX)] | None = None
     """Most tokens to generate; 0 and less for all that the context has room for."""
@@ -169,8 +174,8 @@ class OllamaRequest(OllamaModelRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: seconds without news after which a stream sends a space before the next line's JSON;
-    0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a line without text; 0 and -1: never.
+    Without it, `ingress.sse_ping_interval_s` counts."""
 
     @field_validator("format")
     @classmethod
@@ -260,6 +265,11 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(
+        ("width", "height", "steps"), (None, 0)
+    )
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
+
     prompt: str = ""
     """Empty: the model is loaded, which it is anyway."""
     suffix: str = ""
@@ -278,6 +288,8 @@ class OllamaGenerateRequest(OllamaRequest):
 
 class OllamaEmbedRequest(OllamaModelRequest):
     """POST /api/embed."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"options": (None, {})}
 
     input: str | list[str] | None = None
     """A text, or several."""
@@ -298,6 +310,8 @@ class OllamaEmbedRequest(OllamaModelRequest):
 
 class OllamaEmbeddingsRequest(OllamaModelRequest):
     """POST /api/embeddings."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"options": (None, {})}
 
     prompt: str = ""
     """A text."""

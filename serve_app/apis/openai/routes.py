@@ -120,8 +120,8 @@ async def render_completion(
 @ROUTER.get("/v1/models")
 @ROUTER.get("/models")
 async def list_models(request: Request, models: ModelsArgument) -> AnthropicModelList | ModelList:
-    """The models that are served here, the default first. With the header `anthropic-version`, the answer
-    has Anthropic's fields, too."""
+    """The models that you may use, the default first. With the header `anthropic-version`, the answer has
+    Anthropic's fields, too."""
     data = model_cards(models)
     if "anthropic-version" not in request.headers:
         return ModelList(data=data)

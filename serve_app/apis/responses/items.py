@@ -15,14 +15,67 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from serve_app.apis.responses.tools import CallForm
-from serve_app.prompt.conversation import Attachment, PastCall, Turn, json_text, texts_in
+from serve_app.apis.responses.tools import CallForm, Tools, functions
+from serve_app.base.errors import InvalidRequestError
+from serve_app.prompt.conversation import (
+    Attachment,
+    PastCall,
+    Turn,
+    json_object,
+    json_text,
+    texts_in,
+)
 from serve_app.server.answering.messages import SoundPart
 from serve_app.server.answering.openai_tools import CUSTOM_INPUT
-from serve_app.server.answering.tools import refuse_media
+from serve_app.server.answering.requests import Effort, NamedSchema, Verbosity
+from serve_app.server.answering.tools import LaterTools, refuse_media
 from serve_app.server.http.request_model import AnyMember, Foreign, RequestModel, known_kind
 
 Json = dict[str, Any]
+
+
+class AnyFormat(RequestModel):
+    """`text.format` without a schema."""
+
+    type: Literal["text", "json_object"] = "text"
+
+
+class SchemaFormat(NamedSchema):
+    """`text.format` with a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(RequestModel):
+    """`text`."""
+
+    verbosity: Verbosity | None = None
+    """Told to the chat template, which may know what to do with it."""
+    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
+        default=AnyFormat()
+    )
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that answers must validate against, if there is one."""
+        if isinstance(self.format, SchemaFormat):
+            return self.format.schema_
+        return {"type": "object"} if self.format.type == "json_object" else None
+
+
+class ReasoningConfig(RequestModel):
+    """`reasoning`."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context": (None, "auto"),
+        "mode": (None, "standard"),
+    }
+
+    effort: Effort | None = None
+    """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
+    summary: str | None = None
+    """Whether reasoning is told as its summary, which it is then, whole: `auto`, `concise`, `detailed`."""
+    generate_summary: str | None = None
+    """The older name of `summary`."""
 
 
 def _identity(kind: str) -> Json:
@@ -30,7 +83,9 @@ def _identity(kind: str) -> Json:
 
 
 class InputTextPart(RequestModel):
-    INERT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "logprobs", "prompt_cache_breakpoint"}
+    )
 
     type: Literal["input_text"]
     text: str = ""
@@ -49,6 +104,7 @@ class OutputTextPart(RequestModel):
 
 
 class InputImagePart(RequestModel):
+    INERT: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
     REFUSED: ClassVar[frozenset[str]] = frozenset({"file_id"})
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": (None,)}
 
@@ -110,10 +166,16 @@ def _canonical_parts(parts: Sequence[AnyPart]) -> tuple[str | Attachment, ...]:
 class Item(RequestModel):
     """An item of `input`. Clients send items of earlier answers as they got them."""
 
-    INERT: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+    INERT: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("id", "status", "phase", "created_by"),
+            *("name", "environment", "execution", "max_output_length"),  # the call's id says enough
+        }
+    )
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "namespace": (None,),
         "caller": (None, {"type": "direct"}),
+        "async": (None, False),
     }
 
 
@@ -133,7 +195,12 @@ class CallItem(Item):
     """A call that the assistant made in an earlier turn, of a function or of another tool of the client."""
 
     type: Literal[
-        "function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"
+        "function_call",
+        "custom_tool_call",
+        "tool_search_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
     ]
     call_id: str = ""
     name: str = ""
@@ -162,12 +229,14 @@ class CallItem(Item):
         form = CallForm.of_item(self.type, self.name, self.namespace)
         said = {"custom": {CUSTOM_INPUT: self.input}, "apply_patch": self.operation}
         arguments = json_text(said.get(form.kind, self.action))
-        return PastCall(
-            form.function, self.arguments if form.kind == "function" else arguments, self.call_id
-        )
+        is_plain = form.kind in ("function", "tool_search")
+        return PastCall(form.function, self.arguments if is_plain else arguments, self.call_id)
 
     def to_json(self) -> Json:
-        return {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
+        item = {**_identity("fc"), **self.model_dump(exclude_unset=True), "type": self.type}
+        if self.type == "tool_search_call":
+            item["arguments"] = json_object(self.arguments) or {}
+        return item
 
 
 class CallOutputItem(Item):
@@ -197,6 +266,37 @@ class CallOutputItem(Item):
         if len(self.output) == 1 and isinstance(self.output[0], InputTextPart | OutputTextPart):
             item["output"] = self.output[0].text
         return item
+
+
+class LaterToolsItem(Item):
+    """Tools that the model knows from here on: those that a search found, or that are added."""
+
+    type: Literal["tool_search_output", "additional_tools"]
+    call_id: str = ""
+    role: str | None = None
+    execution: str | None = None
+    tools: Tools = Field(default=[])
+
+    def as_turn(self, later: LaterTools) -> Turn:
+        made = list(functions(self.tools))
+        text = later.add(made) if made else "No tool was found."
+        if self.type == "additional_tools":
+            return Turn("system", (text,))
+        return Turn("tool", (text,), call_id=self.call_id)
+
+    def to_json(self) -> Json:
+        return {**_identity("tso"), **self.model_dump(exclude_none=True)}
+
+
+class ConfigurationItem(Item):
+    """The reasoning and the form of the answer from here on."""
+
+    type: Literal["configuration_update"]
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+
+    def to_json(self) -> Json:
+        return {**_identity("cu"), **self.model_dump(by_alias=True, exclude_none=True)}
 
 
 class ReasoningText(RequestModel):
@@ -251,7 +351,22 @@ def _items(value: object) -> object:
     return [_item(item) for item in items] if isinstance(items, list) else items
 
 
+_REFUSED = {
+    "compaction": "only the server that made it can read it",
+    "compaction_trigger": "no conversation is compacted",
+    "item_reference": "single items are not kept. Send the item, or previous_response_id",
+}
+"""Items that stand for a conversation which this server cannot know, and why they are refused."""
+
+
 def _item(item: object) -> object:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(item, dict) and kind is None and item.keys() <= {"id", "type"}:
+        kind = "item_reference"
+    if isinstance(kind, str) and kind in _REFUSED:
+        raise InvalidRequestError(
+            f"Items of the type {kind!r} are not supported: {_REFUSED[kind]}.", "input"
+        )
     if isinstance(item, str):
         return {"type": "message", "role": "user", "content": item}
     return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
@@ -261,18 +376,24 @@ _CALLS = (
     *("function_call", "custom_tool_call", "local_shell_call", "shell_call"),
     "apply_patch_call",
 )
+_TAGS = {
+    **dict.fromkeys((*_CALLS, "tool_search_call"), "call"),
+    **{f"{call}_output": "output" for call in _CALLS},
+    **dict.fromkeys(("tool_search_output", "additional_tools"), "tools"),
+}
 
 
 def _kind_of_item(item: Any) -> str:
-    outputs = tuple(f"{call}_output" for call in _CALLS)
-    kind = known_kind("message", "reasoning", *_CALLS, *outputs)(item)
-    return "call" if kind in _CALLS else "output" if kind in outputs else kind
+    kind = known_kind("message", "reasoning", "configuration_update", *_TAGS)(item)
+    return _TAGS.get(kind, kind)
 
 
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("call")]
     | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[LaterToolsItem, Tag("tools")]
+    | Annotated[ConfigurationItem, Tag("configuration_update")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[Foreign, Tag("foreign")],
     Discriminator(_kind_of_item),
@@ -292,14 +413,17 @@ def conversation_json(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes
     return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def turns(items: Iterable[AnyItem]) -> list[Turn]:
+def turns(items: Iterable[AnyItem], later: LaterTools) -> list[Turn]:
     """The items in the canonical form: an assistant's reasoning and calls belong to its turn. Items of
-    other kinds are what the assistant did, if they carry text."""
+    other kinds are what the assistant did, if they carry text. `later` gets the tools that items make
+    known."""
     result: list[Turn] = []
     reasoning = ""
     for item in items:
         if isinstance(item, ReasoningItem):
             reasoning += item.text
+            continue
+        if isinstance(item, ConfigurationItem):
             continue
         if isinstance(item, CallItem):
             # Reasoning begins a turn.
@@ -308,6 +432,8 @@ def turns(items: Iterable[AnyItem]) -> list[Turn]:
             turn = replace(turn, calls=(*turn.calls, item.as_call()))
         elif isinstance(item, MessageItem | CallOutputItem):
             turn = item.as_turn()
+        elif isinstance(item, LaterToolsItem):
+            turn = item.as_turn(later)
         elif item.text:
             turn = Turn("assistant", (item.text,))
         else:

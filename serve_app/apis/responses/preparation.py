@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from serve_app.apis.responses import items
-from serve_app.apis.responses.items import AnyItem, Items, turns
+from serve_app.apis.responses.items import (
+    AnyItem,
+    ConfigurationItem,
+    Items,
+    LaterToolsItem,
+    ReasoningConfig,
+    TextConfig,
+    turns,
+)
 from serve_app.apis.responses.serving import ResponseAnswer
 from serve_app.apis.responses.store import StoredRequest, StoredResponse, merge, unpack_events
 from serve_app.apis.responses.tools import (
@@ -37,57 +45,17 @@ from serve_app.server.answering.preparation import Chat, PromptLength
 from serve_app.server.answering.requests import (
     MOST_TOKENS,
     AnswerParams,
-    Effort,
-    NamedSchema,
     ObfuscationOptions,
+    PromptCacheOptions,
     RequestMetadata,
     StreamOptions,
     ToolChoice,
     TranslatedChat,
-    Verbosity,
 )
-from serve_app.server.http.request_model import RequestModel, name_ignored, parse_body
+from serve_app.server.answering.tools import LaterTools
+from serve_app.server.http.request_model import name_ignored, parse_body
 from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import M, ModelInfo, Models, find
-
-
-class AnyFormat(RequestModel):
-    """`text.format` without a schema."""
-
-    type: Literal["text", "json_object"] = "text"
-
-
-class SchemaFormat(NamedSchema):
-    """`text.format` with a schema."""
-
-    type: Literal["json_schema"]
-
-
-class TextConfig(RequestModel):
-    """`text`."""
-
-    verbosity: Verbosity | None = None
-    """Told to the chat template, which may know what to do with it."""
-    format: Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")] = Field(
-        default=AnyFormat()
-    )
-
-    def schema_of_answer(self) -> dict[str, Any] | None:
-        """The schema that answers must validate against, if there is one."""
-        if isinstance(self.format, SchemaFormat):
-            return self.format.schema_
-        return {"type": "object"} if self.format.type == "json_object" else None
-
-
-class ReasoningConfig(RequestModel):
-    """`reasoning`."""
-
-    effort: Effort | None = None
-    """How much a model that can thinks before it answers; `none` and `minimal`: not at all."""
-    summary: str | None = None
-    """Whether reasoning is told as its summary, which it is then, whole: `auto`, `concise`, `detailed`."""
-    generate_summary: str | None = None
-    """The older name of `summary`."""
 
 
 @takes_sampling(Api.RESPONSES)
@@ -97,8 +65,8 @@ class ResponsesRequest(AnswerParams):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": (None, []),
         "conversation": (None,),
-        "max_tool_calls": (None,),
         "moderation": (None,),
+        "personality": (None,),
         "prompt": (None,),
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
@@ -108,9 +76,15 @@ class ResponsesRequest(AnswerParams):
         "min_p": (None, 0),
         "repetition_penalty": (None, 1),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset({"conversation", "prompt"})
+    REFUSED: ClassVar[frozenset[str]] = frozenset(
+        {"conversation", "moderation", "prompt", "top_logprobs"}
+    )
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+        {
+            *("client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+            *("access_programs", "background_options", "image"),
+            "max_tool_calls",  # of tools that OpenAI's servers run
+        }
     )
 
     input: Items
@@ -143,6 +117,7 @@ class ResponsesRequest(AnswerParams):
     """Whether it is made however soon the client leaves. That needs `store`."""
     stream_options: ObfuscationOptions | None = None
     reasoning: ReasoningConfig | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -184,21 +159,28 @@ class ResponsesRequest(AnswerParams):
 
     def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
         """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
-        conversation = turns([*before, *self.input])
+        later, everything = LaterTools(functions(self.tools)), [*before, *self.input]
+        conversation = turns(everything, later)
+        updates = [item for item in everything if isinstance(item, ConfigurationItem)]
+        texts = [self.text, *(item.text for item in updates if item.text)]
+        efforts = [self.reasoning, *(item.reasoning for item in updates)]
         if self.instructions:
             conversation.insert(0, Turn("system", (self.instructions,)))
         return TranslatedChat(
             turns=conversation,
             stream_options=StreamOptions(**dict(self.stream_options or ())),
             max_tokens=self.max_output_tokens,
-            json_schema=self.text.schema_of_answer(),
-            tools=list(functions(self.tools)),
+            json_schema=texts[-1].schema_of_answer(),
+            tools=list(functions(self.tools, deferred=False)),
+            later_tools=[*later.known.values()],
             tool_choice=plain_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             user=self.user,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            reasoning_effort=next(
+                (one.effort for one in reversed(efforts) if one and one.effort), None
+            ),
             verbosity=self.text.verbosity,
             **self.common_fields(),
             **read_params(self, Api.RESPONSES),
@@ -217,6 +199,8 @@ class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
     """The fields that the response repeats of its request."""
     items: bytes
     """The conversation that it answers."""
+    later_tools: list[dict[str, Any]]
+    """The tools that the conversation makes known, in the form of the response's own."""
 
 
 class After(msgspec.Struct, frozen=True, tag=True):
@@ -231,10 +215,16 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
     if isinstance(read, After):
         return read
     request, before, chat, model = read
+    later = [
+        _tool_fields(tool)
+        for item in [*_ITEMS.validate_python(before), *request.input]
+        if isinstance(item, LaterToolsItem)
+        for tool in item.tools
+    ]
     prepared = preparation.prepare_chat(model, chat, 1, "input")
     kept = items.conversation_json(before, request.input)
     asked = _request_fields(request, prepared.generation.sampling)
-    return PreparedResponse(prepared, asked, kept)
+    return PreparedResponse(prepared, asked, kept, later)
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
@@ -376,7 +366,8 @@ def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> dict
 def _tool_fields(tool: AnyTool) -> dict[str, Any]:
     """The tool as the response repeats it."""
     if isinstance(tool, FunctionTool):
-        return tool.model_dump() | {"strict": bool(tool.strict)}
+        deferred = set() if tool.defer_loading else {"defer_loading"}
+        return tool.model_dump(exclude=deferred) | {"strict": bool(tool.strict)}
     body = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
         body["tools"] = [_tool_fields(inner) for inner in tool.tools]

@@ -50,6 +50,8 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The last tokens of the prompt, which may begin reasoning."""
     items: bytes
     """The conversation that it answers, as a JSON list of items."""
+    later_tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the conversation makes known, as `asked` has others."""
 
     def pack(self) -> bytes:
         return msgpack.pack(self)
@@ -67,6 +69,16 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     delta: TokenDelta | None = None
     error: CorralError | None = None
     """Neither a delta nor an error: it was cancelled."""
+
+    @classmethod
+    def wait(cls) -> Event:
+        """The entry that says that nothing came for long."""
+        return cls(time.time(), TokenDelta("", ()))
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether nothing came."""
+        return self.delta == TokenDelta("", ())
 
     @property
     def is_last(self) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from serve_app.prompt.conversation import json_object
 from serve_app.server.answering.openai_tools import CustomDefinition, input_of, known_tools
 from serve_app.server.answering.tools import FunctionDefinition, FunctionName, Tool
-from serve_app.server.http.request_model import RequestModel
+from serve_app.server.http.request_model import RequestModel, name_ignored
 
 Json = dict[str, Any]
 SEPARATOR = "__"
@@ -53,20 +53,57 @@ _FUNCTIONS = {
 """The functions that stand for the tools whose type says all."""
 
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "async": (None, False),
+    "allowed_callers": (None, [], ["direct"], ["direct", "programmatic"]),
+}
+"""Fields of tools that ask for what happens anyway at these values."""
+
+
 class FunctionTool(FunctionDefinition):
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    INERT: ClassVar[frozenset[str]] = frozenset({"output_schema"})
+
     type: Literal["function"]
+    defer_loading: bool = False
+    """Whether the model knows the function only from the result of a search on."""
 
 
 class CustomTextTool(CustomDefinition):
     """A tool of the client that takes a text."""
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+
     type: Literal["custom"]
+    defer_loading: bool = False
+    """Whether the model knows the tool only from the result of a search on."""
+
+
+class ShellEnvironment(RequestModel):
+    """The place where a shell's commands run: the client's."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"skills": (None, [])}
+
+    type: Literal["local"]
 
 
 class ClientTool(RequestModel):
     """A tool that the client runs, and whose type says all."""
 
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+
     type: Literal["local_shell", "shell", "apply_patch"]
+    environment: ShellEnvironment | None = None
+
+
+class SearchTool(RequestModel):
+    """The client's search for tools that are deferred."""
+
+    type: Literal["tool_search"]
+    execution: Literal["client"]
+    """Searches that OpenAI's servers run are left out, and no tool is deferred then."""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class NamespaceTool(RequestModel):
@@ -83,10 +120,28 @@ class NamespaceTool(RequestModel):
 
 def _flat(tools: object) -> object:
     """The tools that this module knows, each with its fields beside its type, also if they are a chat's."""
-    known = known_tools(("function", "custom", "namespace", *_FUNCTIONS), tools)
+    if isinstance(tools, list):
+        searches = [
+            tool for tool in tools if isinstance(tool, dict) and tool.get("type") == _SEARCH
+        ]
+        of_servers = [tool for tool in searches if tool.get("execution") != "client"]
+        name_ignored("tools.tool_search" for _ in of_servers)
+        tools = [tool for tool in tools if tool not in of_servers]
+        if len(of_servers) == len(searches):
+            tools = [_undeferred(tool) for tool in tools]
+    known = known_tools(_KINDS, tools)
     if not isinstance(known, list):
         return known
     return [_with_fields_beside_type(tool) for tool in known]
+
+
+def _undeferred(tool: object) -> object:
+    """The tool as one that the model knows at once: nobody would find it."""
+    if not isinstance(tool, dict):
+        return tool
+    inner = tool.get("tools")
+    more = {"tools": [_undeferred(one) for one in inner]} if isinstance(inner, list) else {}
+    return {name: value for name, value in tool.items() if name != "defer_loading"} | more
 
 
 def _with_fields_beside_type(tool: object) -> object:
@@ -95,18 +150,31 @@ def _with_fields_beside_type(tool: object) -> object:
     return {"type": kind, **fields} if isinstance(fields, dict) else tool
 
 
+_SEARCH = "tool_search"
+_KINDS = ("function", "custom", "namespace", _SEARCH, *_FUNCTIONS)
 AnyTool = Annotated[
-    FunctionTool | CustomTextTool | ClientTool | NamespaceTool, Field(discriminator="type")
+    FunctionTool | CustomTextTool | ClientTool | NamespaceTool | SearchTool,
+    Field(discriminator="type"),
 ]
 Tools = Annotated[list[AnyTool], BeforeValidator(_flat)]
 
 
-def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
+def functions(tools: Iterable[AnyTool], *, deferred: bool = True) -> Iterator[Tool]:
+    """The tools as functions; without `deferred`, those that the model knows at once."""
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             for inner in tool.tools:
                 form = CallForm(inner.type, inner.name, tool.name)
-                yield _function(inner, form.function)
+                if deferred or not inner.defer_loading:
+                    yield _function(inner, form.function)
+        elif isinstance(tool, SearchTool):
+            yield Tool(
+                function=FunctionDefinition(
+                    name=tool.type,
+                    description=tool.description or "Searches for tools.",
+                    parameters=tool.parameters,
+                )
+            )
         elif isinstance(tool, ClientTool):
             description, parameters = _FUNCTIONS[tool.type]
             yield Tool(
@@ -114,7 +182,7 @@ def functions(tools: Iterable[AnyTool]) -> Iterator[Tool]:
                     name=tool.type, description=description, parameters=parameters
                 )
             )
-        else:
+        elif deferred or not tool.defer_loading:
             yield _function(tool, tool.name)
 
 
@@ -128,7 +196,7 @@ def _function(tool: FunctionTool | CustomTextTool, name: str) -> Tool:
 class CallForm:
     """The form in which calls of a tool are given back, and come in the input."""
 
-    kind: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+    kind: Literal["function", "custom", "tool_search", "local_shell", "shell", "apply_patch"]
     name: str
     namespace: str | None = None
 
@@ -158,6 +226,8 @@ class CallForm:
         if self.kind == "custom":
             return {**named, "input": input_of(arguments)}
         values = json_object(arguments) or {}
+        if self.kind == "tool_search":
+            return {"execution": "client", "arguments": values}
         if self.kind == "apply_patch":
             return {"operation": {"type": "update_file", "path": "", "diff": "", **values}}
         if self.kind == "shell":

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.base.errors import (
     BodyEndedError,
     CorralError,
+    EngineClosedError,
     InvalidRequestError,
     NoRoomError,
     NotSupportedError,
@@ -37,7 +38,7 @@ from serve_app.server.usage.ledger import Ledger
 from serve_app.server.usage.telemetry import Telemetry
 
 # What load balancers ask for, by any name and without keys.
-_OPEN_PATHS = frozenset({"/health", "/v1/health"})
+_OPEN_PATHS = frozenset({"/health", "/v1/health", "/health/live", "/livez"})
 _ANTHROPICS_PATH = "/v1/messages"
 HOLD_S = RETRY_S
 """A client that comes back although there is no room gets its refusal after so long, and cannot ask
@@ -56,7 +57,8 @@ FORECASTS = "x-corral-forecast-first-token-ms", "x-corral-forecast-end-ms"
 """The headers of answers that have the forecast with which the request was accepted."""
 TIER = "x-corral-tier"
 """The header of answers that says whether the request runs with all others or in the `background`."""
-ANSWER_HEADERS = ["x-request-id", "retry-after", "traceparent", IGNORED, COST, TIER, *FORECASTS]
+ANSWER_HEADERS = ["x-request-id", "retry-after", "x-should-retry", "traceparent"]
+ANSWER_HEADERS += [IGNORED, COST, TIER, *FORECASTS]
 """The headers that other sites' pages may read."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
 """The fields that are named at most, and the characters of each name: a path of nested fields is long."""
@@ -110,6 +112,8 @@ class AccessMiddleware:
                     await self._accounts.follow()
                 caller = line or self._caller(scope, headers, request_id)
                 send = _noting_status(caller, send)
+                if self._open.is_draining and line is None:
+                    raise EngineClosedError("The server is being stopped.")
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if observed := self._telemetry.observe(caller, scope["path"], headers):
@@ -134,6 +138,7 @@ class AccessMiddleware:
                 body: list[bytes] | None = []
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
+                    _check_arrival(headers, body)
                 if caller.observer is not None:
                     caller.observer.on_body(body or ())
             except CorralError as error:
@@ -187,6 +192,17 @@ class AccessMiddleware:
             raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
 
+def _check_arrival(headers: Headers, body: list[bytes] | None) -> None:
+    """Refuse a request whose body was lost before this server, with InvalidRequestError. Serve's own proxy
+    takes what is behind an offer to upgrade for another protocol, as uvicorn with httptools does."""
+    is_sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if body == [] and is_sent and "upgrade" in headers:
+        raise InvalidRequestError(
+            "The body was lost in Ray Serve's proxy, since the request offers to upgrade its connection "
+            "(Upgrade). Send it without this offer: Java's HttpClient does with version(HTTP_1_1)."
+        )
+
+
 def _may_wait(scope: Scope, headers: Headers) -> bool:
     declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
@@ -203,9 +219,10 @@ def _endpoint(scope: Scope) -> object:
 
 
 def _closing(error: CorralError) -> dict[str, str]:
-    """Nobody waits for the rest of a body that comes slowly, or lost its place."""
-    is_of_body = isinstance(error, SlowRequestError | BodyEndedError)
-    return {"Connection": "close"} if is_of_body else {}
+    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that
+    ends."""
+    is_last = isinstance(error, SlowRequestError | BodyEndedError | EngineClosedError)
+    return {"Connection": "close"} if is_last else {}
 
 
 def _with_anthropics_id(request_id: str, send: Send) -> Send:

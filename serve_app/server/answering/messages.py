@@ -36,6 +36,8 @@ from serve_app.server.http.request_model import AnyMember, Foreign, RequestModel
 class TextPart(RequestModel):
     """A part of a message's content."""
 
+    INERT: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str = ""
 
@@ -51,6 +53,8 @@ class ImageUrl(RequestModel):
 
 class PicturePart(RequestModel):
     """A picture in a user's message."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -80,6 +84,8 @@ class InputAudio(RequestModel):
 
 class SoundPart(RequestModel):
     """A sound in a user's message."""
+
+    INERT: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["input_audio"]
     input_audio: InputAudio

@@ -65,6 +65,14 @@ class ObfuscationOptions(RequestModel):
     """Whether pieces of text come with noise, so that their sizes do not show what they are."""
 
 
+class PromptCacheOptions(RequestModel):
+    """`prompt_cache_options`. Prompts are cached anyway."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prewarm": (None, False)}
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
+    INERT: ClassVar[frozenset[str]] = frozenset({"comparison_response_id", "mode", "ttl"})
+
+
 class StreamOptions(ObfuscationOptions):
     """`stream_options`."""
 
@@ -161,8 +169,8 @@ class AnswerParams(ModelledRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is a
-    comment but for Anthropic's clients. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is
+    an event that changes nothing. Without it, `ingress.sse_ping_interval_s` counts."""
 
     def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
@@ -442,10 +450,12 @@ class ChatRequest(GenerationParams):
         "modalities": (None, ["text"]),
         "audio": (None,),
         "web_search_options": (None,),
+        "moderation": (None,),
     }
     REFUSED: ClassVar[frozenset[str]] = (
         frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL) - {"function_call"}
     )
+    INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None
     """Whether to tell every token's log probability."""
@@ -487,6 +497,7 @@ class ChatRequest(GenerationParams):
     `reasoning_effort`, `enable_thinking` and `thinking`; `none` and `minimal`: not at all."""
     verbosity: Verbosity | None = None
     """Told to the chat template, which may know what to do with it."""
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @field_validator("response_format", mode="before")
     @classmethod
@@ -576,12 +587,21 @@ class ChatRequest(GenerationParams):
         return constraint.grammar()
 
     @property
+    def known_tools(self) -> list[Tool]:
+        """The tools that the model knows where its answer begins."""
+        return self.tools
+
+    @property
     def offered_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return self._allowed(self.known_tools)
+
+    def _allowed(self, tools: list[Tool]) -> list[Tool]:
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedToolChoice):
-            return [tool for tool in self.tools if tool.function.name in self.tool_choice.names]
-        return self.tools
+            return [tool for tool in tools if tool.function.name in self.tool_choice.names]
+        return tools
 
     def forced_tools(self) -> list[Tool]:
         """The tools of which one must be called; empty if none must. Raises InvalidRequestError."""
@@ -600,14 +620,28 @@ class ChatRequest(GenerationParams):
         return offered
 
     def tools_for_template(self) -> list[dict[str, Any]]:
-        return [tool.for_template() for tool in self.offered_tools]
+        """The tools at the prompt's front. Without any, the first that a turn makes known is there, too:
+        templates say there how calls are written."""
+        front = self._allowed(self.tools) or self.offered_tools[:1]
+        return [tool.for_template() for tool in front]
 
 
 class TranslatedChat(ChatRequest):
     """A chat that came by another protocol than OpenAI's."""
 
     turns: list[Turn]
+    later_tools: list[Tool] = Field(default=[])
+    """The tools that turns make known."""
+    removed_tools: frozenset[str] = frozenset()
+    """The names of the tools that turns take back."""
 
     @property
     def conversation(self) -> Conversation:
         return self.turns
+
+    @property
+    def known_tools(self) -> list[Tool]:
+        if not self.later_tools and not self.removed_tools:
+            return self.tools
+        known = {tool.function.name: tool for tool in (*self.tools, *self.later_tools)}
+        return [tool for name, tool in known.items() if name not in self.removed_tools]

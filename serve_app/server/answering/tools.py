@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import json
+from collections.abc import Iterable, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from serve_app.base.errors import InvalidRequestError, MediaError
-from serve_app.prompt.tool_calls.calls import describe_function
+from serve_app.prompt.tool_calls.calls import FunctionNames, describe_function
 from serve_app.server.http.request_model import RequestModel
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -28,6 +29,7 @@ _KINDS = {
     "document": "Document",
     "file": "File",
     "input_file": "File",
+    "container_upload": "File",
     "search_result": "Search result",
 }
 _MEDIA = frozenset({"Image", "Audio", "Video"})
@@ -72,3 +74,50 @@ class Tool(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "function", "function": describe_function(self.function.model_dump())}
+
+
+class LaterTools:
+    """The tools that the turns of a chat make known, or take back.
+
+    The model reads of them where the turns say so: the prompt's front stays as it was, and is not computed
+    again."""
+
+    def __init__(self, declared: Iterable[Tool] = (), left_out: Set[str] = frozenset()) -> None:
+        """Turns may refer to the tools that are declared, by their names. Of those that are left out, they
+        make nothing known."""
+        self._declared = {tool.function.name: tool for tool in declared}
+        self.left_out = left_out
+        self.known: dict[str, Tool] = {}
+        """Those that are known and not taken back, by their names."""
+        self.removed: set[str] = set()
+        """The names of those that are taken back."""
+
+    def find(self, name: str) -> Tool | None:
+        """The tool that was declared, or defined by an earlier turn."""
+        return self._declared.get(name)
+
+    def add(self, tools: Iterable[Tool]) -> str:
+        """The text by which the model knows the tools from here on, in the form that Claude Code's own tool
+        for searching tells it to expect."""
+        lines = []
+        for tool in tools:
+            name = tool.function.name
+            self._declared[name] = self.known[name] = tool
+            self.removed.discard(name)
+            described = describe_function(tool.function.model_dump())
+            ordered = {
+                "description": described["description"],
+                "name": FunctionNames([*self._declared]).of_model(name),
+                "parameters": described["parameters"],
+            }
+            lines.append(f"<function>{json.dumps(ordered, ensure_ascii=False)}</function>")
+        return "\n".join(["<functions>", *lines, "</functions>"])
+
+    def remove(self, names: Iterable[str]) -> str:
+        """The text that takes the tools back from here on."""
+        names = list(names)
+        self.removed.update(names)
+        for name in names:
+            self.known.pop(name, None)
+        of_model = FunctionNames([*self._declared]).of_model
+        return f"These functions can no longer be called: {', '.join(map(of_model, names))}"

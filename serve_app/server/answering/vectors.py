@@ -234,7 +234,6 @@ async def embed(
     """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
     KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
-    caller.check_model(model.id)
     await caller.admit(texts)
     n_tokens = sum(map(len, texts)) - len(media)
     try:

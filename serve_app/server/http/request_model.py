@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from serve_app.base.errors import InvalidRequestError
+from serve_app.base.errors import FieldRefusedError, InvalidRequestError
 from serve_app.prompt.conversation import texts_in
 
 
@@ -61,6 +61,8 @@ class RequestModel(BaseModel):
     """Fields that ask for what happens anyway at these values."""
     REFUSED: ClassVar[frozenset[str]] = frozenset()
     """Fields of NEUTRAL that are refused at other values."""
+    FALLBACKS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """The details of the errors of some of REFUSED, by which clients do without the field."""
     INERT: ClassVar[frozenset[str]] = frozenset()
     """Fields that ask for nothing that the answer would show, whatever they are."""
 
@@ -78,7 +80,10 @@ class RequestModel(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in self.REFUSED and value not in self.NEUTRAL[name]:
                 accepted = " or ".join(json.dumps(neutral) for neutral in self.NEUTRAL[name])
-                raise InvalidRequestError(f"{name!r} is not supported, except as {accepted}.", name)
+                message = f"{name!r} is not supported, except as {accepted}."
+                if name in self.FALLBACKS:
+                    raise FieldRefusedError(message, name, self.FALLBACKS[name])
+                raise InvalidRequestError(message, name)
         return self
 
 

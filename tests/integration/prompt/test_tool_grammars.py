@@ -34,6 +34,8 @@ PROMPT = TOKENIZER.encode_chat([Turn("user", ("Name three fruits.",))])
 (IM_START,) = TOKENIZER.tokenize("<|im_start|>", False, True)
 (IM_END,) = TOKENIZER.tokenize("<|im_end|>", False, True)
 
+CONTENT = {"harmony": "<|channel|>final<|message|>", "recipients": "all\n"}
+"""What comes before content that a grammar holds."""
 NOT_OF_CALLS = ("think", "THINK", "RESPONSE", "<|channel>", "<channel|>")
 
 PLACE = {
@@ -159,8 +161,9 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         for parallel in (False, True)
     )
     first, now = written(EXAMPLES[form.name].first), written(EXAMPLES[form.name].second)
+    said = CONTENT["recipients"] if form.name == "recipients" else ""
     for grammar in (single, several):
-        assert takes(grammar, "Hello <tool, [TOOL] and { }.") == (True, True)
+        assert takes(grammar, f"{said}Hello <tool, [TOOL] and {{ }}.") == (True, True)
         assert takes(grammar, first) == (True, True)
         assert takes(grammar, now) == (True, True)
         assert takes(grammar, now.replace("now", "then")) == (False, False)
@@ -186,7 +189,7 @@ def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
         param="tools",
         answer=schema,
     )
-    header = "<|channel|>final<|message|>" if form.name == "harmony" else ""
+    header = CONTENT.get(form.name, "")
     assert takes(grammar, EXAMPLES[form.name].first) == (True, True)
     assert takes(grammar, header + '{"mood": "glad"}') == (True, True)
     assert takes(grammar, header + '{"mood": 7}') == (False, False)

@@ -118,7 +118,8 @@ def test_arguments_are_history(arguments: str, as_object: object, as_text: str) 
 def test_content_in_the_form_that_a_template_reads() -> None:
     typed = replace(FREE, string_content=False, typed_content=True)
     (message,) = normaliser.as_messages([Turn("user", ("a", "b"))], typed)
-    assert message == {"role": "user", "content": [{"type": "text", "text": "a\nb"}]}
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert message == {"role": "user", "content": parts}
     (message,) = normaliser.as_messages([Turn("assistant", (), "Hm.")], FREE)
     assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
 

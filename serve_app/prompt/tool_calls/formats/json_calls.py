@@ -178,6 +178,15 @@ FORMATS = (
         _LIST(section=(f"{_GRANITE_OPEN}[", "]")),
         message=_granite_message,
     ),
+    # GigaChat 3. 3.1's template shows its own form.
+    of_markup(
+        "gigachat",
+        ("'function call'", r"message_sep", r"role_sep"),
+        Markup(
+            ("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), '", "arguments": ', JsonObject()
+        ),
+        is_shown=False,
+    ),
     of_markup("nemotron", ("<TOOLCALL>",), _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>"))),
     of_markup(
         "functionary",

@@ -169,7 +169,10 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
         assert answer.json()["text"] == "One. Two. Three."
         engine.scripts = [[QueueFullError("No room.", 3)]]
         refused = await ask(client, LONG)
+        engine.scripts = [one, [QueueFullError("No room for long.", 61)]]
+        late = await ask(client, LONG)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+    assert (late.status_code, late.headers["retry-after"]) == (429, "61"), "nobody waits so long"
 
 
 async def test_dictations_and_files_that_are_too_large_do_not_wait_for_a_long_file(

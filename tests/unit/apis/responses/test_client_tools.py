@@ -18,6 +18,7 @@ from serve_app.apis.responses.items import (
     unseal,
 )
 from serve_app.apis.responses.tools import CustomTextTool, NamespaceTool, functions
+from serve_app.server.answering.tools import LaterTools
 from tests.unit.apis.responses.test_routes import TOOL, answer, asked, streamed
 from tests.unit.server.answering.test_tools import script
 from tests.unit.server.harness import ByteTokenizer, ScriptedEngine
@@ -131,7 +132,7 @@ async def test_a_call_and_its_output_come_back(
     (item,) = (await answer(client, tools=[tool]))["output"]
     key = "id" if kind == "local_shell" else "call_id"
     output = {"type": f"{item['type']}_output", key: item["call_id"], "output": "Done."}
-    called, result = turns(ITEMS.validate_python([item, output]))
+    called, result = turns(ITEMS.validate_python([item, output]), LaterTools())
     (past,) = called.calls
     function = json.loads(said.splitlines()[1])
     assert past.name == function["name"]
@@ -143,7 +144,7 @@ def test_the_output_of_a_shell_is_text() -> None:
     """Its parts are of types of its own."""
     parts = [{"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
     item = {"type": "shell_call_output", "call_id": "call_1", "output": parts}
-    (result,) = turns(ITEMS.validate_python([item]))
+    (result,) = turns(ITEMS.validate_python([item]), LaterTools())
     assert "a.py" in result.text
 
 

@@ -132,8 +132,8 @@ def block(kind: str, **fields: Any) -> dict[str, Any]:
             "user",
             [block("tool_result", tool_use_id="t", content=[
                 block("tool_reference", tool_name="x"), block("text", text="r")])],
-            "tool:r",
-            "messages.content.content.tool_reference",
+            "tool:The function x is no longer there.\nr",
+            None,
         ),
         ("user", [block("tool_result", tool_use_id="t", content=None)], "tool:", None),
         ("user", [block("tool_result", tool_use_id="t", content={"t": 21})], 'tool:{"t": 21}', None),
@@ -209,8 +209,6 @@ async def test_anthropics(
             None,
         ),
         ([block("web_search_call", id="w", action={"query": "q"})], None, "input.web_search_call"),
-        ([block("compaction", encrypted_content="x")], None, "input.compaction"),
-        ([block("item_reference", id="x")], None, "input.item_reference"),
         (
             [block("mcp_call", name="m", arguments="{}", output="r")],
             "assistant:r",
