@@ -284,7 +284,7 @@ async def tokenizer_info(models: ModelsArgument, model: str | None = None) -> di
     template = tokenizer.chat_template
     return {
         "tokenizer_class": tokenizer.model.metadata().get("tokenizer.ggml.model", "unknown"),
-        "bos_token": tokenizer.bos or None,
+        "bos_token": tokenizer.bos if tokenizer.encode("") else None,
         "eos_token": tokenizer.eos or None,
         "pad_token": None,
         "chat_template": template if "{" in template else None,  # or a name that llama.cpp knows

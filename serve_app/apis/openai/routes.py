@@ -126,8 +126,8 @@ async def list_models(request: Request, models: ModelsArgument) -> AnthropicMode
     if "anthropic-version" not in request.headers:
         return ModelList(data=data)
     cards = [AnthropicModelCard.of(card) for card in data]
-    ids = [card.id for card in cards] or [None]
-    return AnthropicModelList(data=cards, first_id=ids[0], last_id=ids[-1])
+    ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return AnthropicModelList(data=cards, first_id=ends[0], last_id=ends[1])
 
 
 @ROUTER.get("/v1/models/{model_id:path}")

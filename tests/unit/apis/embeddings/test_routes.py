@@ -267,8 +267,8 @@ async def test_rankings_as_sglangs_routers_read_them(
 ) -> None:
     """What vllm-router 0.1.17 and sglang-router 0.3.2 send to a server, and take from it."""
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
-    body = {"query": "q", "documents": ["b", "d"], "model": "first", "top_k": None}
-    body |= {"return_documents": True, "rid": None, "user": None}
+    body: dict[str, Any] = {"query": "q", "documents": ["b", "d"], "model": "first"}
+    body |= {"top_k": None, "return_documents": True, "rid": None, "user": None}
     response = await client.post("/v1/rerank", json=body)
     assert "x-corral-ignored" not in response.headers
     assert response.json() == [

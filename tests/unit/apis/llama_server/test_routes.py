@@ -390,7 +390,7 @@ async def test_prompts_as_vllms_routers_ask_for_them(
 async def test_the_tokenizer_as_vllm_describes_it(client: httpx.AsyncClient) -> None:
     """lm-eval 0.4.13 takes a server without `eos_token` for one that has no tokenizer."""
     described = (await client.get("/tokenizer_info", params={"model": "first"})).json()
-    assert (described["bos_token"], described["eos_token"]) == ("<s>", "</s>")
+    assert (described["bos_token"], described["eos_token"]) == (None, "</s>")
     assert described["chat_template"] == "{{ messages }}"
     assert described["model_max_length"] == N_CTX_SLOT
 
