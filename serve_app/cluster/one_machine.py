@@ -35,11 +35,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from serve_app.config.addresses import is_loopback
 from serve_app.run import preflight
-from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
+from serve_app.run.program import Content, arguments, content_of, discoverable, is_plain, tell
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"
@@ -180,7 +178,7 @@ def main() -> None:
         tell(args.events, "failed", reason)
         sys.exit(1)
     tell(args.events, "libraries")
-    content = yaml.safe_load(args.config.read_text())
+    content = content_of(args.config, host=args.host, port=args.port)
     with prepare_environment(content):
         _serve(args.config, content, args.events)
 
