@@ -151,7 +151,7 @@ $(DEV): $(READY) requirements.lock
 
 $(LOAD): $(READY) requirements.lock
 	@echo "Installing Locust: half a minute ..."
-	@sed -n 's/^\([a-z].*==[^ ]*\).*/\1/p' requirements.lock > .venv/constraints.txt
+	@sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock > .venv/constraints.txt
 	@$(PIP) install --constraint .venv/constraints.txt locust httpx aiohttp
 	@touch $@
 
