@@ -35,6 +35,7 @@ from serve_app.cli.outlet import Outlet
 from serve_app.cli.screen import Screen, Served
 from serve_app.run import preflight
 
+NOWHERE_ELSE: Mapping[str, str | int] = {}
 _LOOK_EVERY_S, _CLOSE_S = 0.2, 2.0
 _DRAIN_S, _END_S = 600.0, 60.0
 """The longest time that running answers have when the server is stopped, if the configuration says nothing,
@@ -57,10 +58,17 @@ class Stopped(Exception):  # noqa: N818
 
 
 def run(
-    options: ServeOptions, config: Path | None, console: Console, *, cluster: bool, verbose: bool
+    options: ServeOptions,
+    config: Path | None,
+    console: Console,
+    *,
+    cluster: bool,
+    verbose: bool,
+    http: Mapping[str, str | int] = NOWHERE_ELSE,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit status. `cluster` has Ray Serve do it, whatever the
-    configuration asks for. Raises ConfigError for what cannot be served."""
+    configuration asks for. `http` has a host or port instead of the file's. Raises ConfigError for what
+    cannot be served."""
     if (reason := preflight.missing(with_ray=cluster)) is not None:
         raise ConfigError(reason)
     folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
@@ -78,11 +86,12 @@ def run(
             config = folder / "serve_config.yaml"
             config.write_text(config_file.text(config_file.document(options)))
         content = read_config(config)
+        content["http_options"] = (content.get("http_options") or {}) | http
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
             lines = output if verbose else None
-            return _Server(config, content, shown, cluster=cluster, verbose=lines).run()
+            return _Server(config, content, http, shown, cluster=cluster, verbose=lines).run()
     except Stopped:
         return 0
     finally:
@@ -148,8 +157,8 @@ def _check_address(content: Json) -> None:
             problem = f"The server cannot listen on port {port} of {host}: {error.strerror}."
             if error.errno == errno.EADDRINUSE:
                 problem = (
-                    f"Another program listens on port {port} of {host}. Stop it, or choose another port "
-                    "with --port."
+                    f"Another program listens on port {port} of {host}. Stop it, or choose another port: "
+                    f"`corral serve --port {port + 1}`, or `make serve PORT={port + 1}`."
                 )
             raise ConfigError(problem) from None
 
@@ -190,10 +199,18 @@ def _download(content: Json, shown: Screen) -> None:
 
 class _Server:
     def __init__(
-        self, config: Path, content: Json, shown: Screen, *, cluster: bool, verbose: Outlet | None
+        self,
+        config: Path,
+        content: Json,
+        http: Mapping[str, str | int],
+        shown: Screen,
+        *,
+        cluster: bool,
+        verbose: Outlet | None,
     ) -> None:
         """`verbose` gets the server's output, too, if it is to be shown."""
-        self._config, self._shown, self._verbose = config, shown, verbose
+        self._shown, self._verbose = shown, verbose
+        self._arguments = [str(config), *(f"--{name}={value}" for name, value in http.items())]
         self._module = "cluster.one_machine" if cluster else "run.local.server"
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
@@ -213,7 +230,7 @@ class _Server:
     def run(self) -> int:
         """Run the server until it ends, or until Stopped is raised. Returns the exit status."""
         reading, writing = os.pipe()
-        program = ["-P", "-m", f"serve_app.{self._module}", str(self._config)]
+        program = ["-P", "-m", f"serve_app.{self._module}", *self._arguments]
         process = subprocess.Popen(
             [sys.executable, *program, "--events", str(writing)],
             stdin=subprocess.PIPE,

@@ -35,8 +35,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from serve_app.config.addresses import is_loopback
 from serve_app.run import preflight
 from serve_app.run.program import (
@@ -44,6 +42,7 @@ from serve_app.run.program import (
     Content,
     allow_most_files,
     arguments,
+    content_of,
     discoverable,
     is_plain,
     tell,
@@ -189,7 +188,7 @@ def main() -> None:
         tell(args.events, "failed", reason)
         sys.exit(1)
     tell(args.events, "libraries")
-    content = yaml.safe_load(args.config.read_text())
+    content = content_of(args.config, host=args.host, port=args.port)
     with prepare_environment(content):
         _serve(args.config, content, args.events)
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from serve_app.base.folders import cache_folder
 
 Content = Mapping[str, Any]
@@ -37,11 +39,13 @@ def is_plain(content: Content) -> bool:
 
 
 def arguments(module: str, about: str | None) -> argparse.Namespace:
-    """The arguments of the program that is this module: a configuration, and the pipe that gets events.
-    With such a pipe, the program ends when the process that started it does."""
+    """The arguments of the program that is this module: a configuration, where to listen instead, and the
+    pipe that gets events. With such a pipe, the program ends when the process that started it does."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("config", type=Path)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
     parser.add_argument("--events", type=int, metavar="FD")
     args = parser.parse_args()
     if args.events is not None:
@@ -54,6 +58,14 @@ def allow_most_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def content_of(config: Path, **http: str | int | None) -> dict[str, Any]:
+    """What a configuration file of Serve holds, with these `http_options` that are not None."""
+    content: dict[str, Any] = yaml.safe_load(config.read_text())
+    if given := {name: value for name, value in http.items() if value is not None}:
+        content["http_options"] = (content.get("http_options") or {}) | given
+    return content
 
 
 def tell(events: int | None, kind: str, text: str = "") -> None:

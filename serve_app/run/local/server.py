@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-import yaml
 
 from serve_app.base import logs, metrics
 from serve_app.base.errors import ConfigError, CorralError
@@ -37,6 +36,7 @@ from serve_app.run.program import (
     Content,
     allow_most_files,
     arguments,
+    content_of,
     discoverable,
     is_plain,
     tell,
@@ -238,10 +238,9 @@ def _own_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(config: Path, events: int | None) -> str | None:
-    """Serve a configuration file until a signal ends it. Returns why that cannot be done, if so. Raises
-    ClusterNeededError."""
-    content = yaml.safe_load(config.read_text())
+def serve(config: Path, content: Content, events: int | None) -> str | None:
+    """Serve what a configuration file holds until a signal ends it. Returns why that cannot be done, if so.
+    Raises ClusterNeededError."""
     if (why := why_cluster(content)) is not None:
         raise ClusterNeededError(why)
     args: dict[str, Any] = content["applications"][0].get("args") or {}
@@ -293,7 +292,9 @@ def main() -> None:
     try:
         if args.events is not None:
             os.set_inheritable(args.events, False)
-        problem = serve(args.config, args.events)
+        problem = serve(
+            args.config, content_of(args.config, host=args.host, port=args.port), args.events
+        )
     except ClusterNeededError as error:
         print(f"Ray Serve runs this configuration: {error}.", file=sys.stderr, flush=True)
         if args.events is not None:
