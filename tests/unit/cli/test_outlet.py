@@ -25,7 +25,7 @@ def keep_log(log: Path, verbose: Outlet | None) -> None:
     """Have the lines of a server kept."""
     console = Screen(Console(file=io.StringIO()))
     server = serve._Server(
-        Path("c.yaml"), {"applications": []}, console, cluster=False, verbose=verbose
+        Path("c.yaml"), {"applications": []}, {}, console, cluster=False, verbose=verbose
     )
     server._served.log = log
     server._keep_log(iter(LINES))  # type: ignore[arg-type]
