@@ -132,6 +132,8 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "serve": _serve,
 }
 """Programs whose options are read; a module of `python -m` without these words."""
+_ELSEWHERE = {"torch", "sglang_router"}
+"""Modules of the extra `train`, and of other programs, which are not installed here."""
 
 
 def _problem(command: Sequence[str]) -> str | None:
@@ -145,7 +147,7 @@ def _problem(command: Sequence[str]) -> str | None:
     except _STOPS:
         return None
     except ModuleNotFoundError as error:
-        return None if error.name == "torch" else repr(error)  # of the extra `train`
+        return None if error.name in _ELSEWHERE else repr(error)
     except Exception as error:
         told = getattr(error, "format_message", error.__repr__)
         return str(told())

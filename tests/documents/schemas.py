@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, get_args
 
 import yaml
-from ray.serve.schema import HTTPOptionsSchema
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema
 
 from serve_app.apis.batches.objects import Endpoint
 from serve_app.base.errors import ConfigError
@@ -23,6 +23,9 @@ from tests.doubles.api import build_api
 
 __all__ = ["ConfigError", "check_body", "check_curl", "check_json", "check_yaml"]
 _SECTIONS: Mapping[str, Callable[[Any], object]] = {
+    "applications": lambda applications: [
+        schema.parse(ServeApplicationSchema.model_validate(one).args) for one in applications
+    ],
     "defaults": schema.DefaultsConfig.model_validate,
     "engine": schema.EngineConfig.model_validate,
     "http_options": HTTPOptionsSchema.model_validate,
