@@ -340,7 +340,8 @@ def model_id_of(name: str) -> str:
 
 
 def _usable_id(name: str) -> str:
-    """The same, if the present caller may use the model. Raises PermissionDeniedError."""
+    """The id of a model that is added by a name, for a caller that may use it. Raises
+    PermissionDeniedError."""
     model_id = model_id_of(name)
     request_context.current().check_model(model_id, name)
     return model_id

@@ -265,9 +265,8 @@ def find(models: Mapping[str, M], name: str | None) -> M:
     that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError.
 
     It is the one check of what the present caller may use: no other way leads from a client's name to a
-    model. Raises PermissionDeniedError, also for a name that nobody has and that the caller could not use:
-    so the answer does not tell whether there is such a model. The model has the adapters that the caller
-    may use."""
+    model. Raises PermissionDeniedError, also for a name that nobody has. So the answer does not tell
+    whether there is such a model. The model has the adapters that the caller may use."""
     caller = request_context.current()
     if name is None or name in models:
         base = model = next(iter(models.values())) if name is None else models[name]

@@ -114,12 +114,12 @@ class BatchStore:
         self._path = folder / "batches.sqlite"
         try:
             with self._transaction() as db:
-                (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+                (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
-            found = str(error)
-        if found != "ok":
+            problem = str(error)
+        if problem != "ok":
             raise ConfigError(
-                f"ingress.batch.folder: {self._path} cannot be used: {found}. If it is damaged, move "
+                f"ingress.batch.folder: {self._path} cannot be used: {problem}. If it is damaged, move "
                 "batches.sqlite* away: a new one begins, without the files and batches of before."
             )
 

@@ -96,8 +96,8 @@ def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: byt
 
 
 def visible(text: bytes) -> bytes:
-    """The lines of an exposition that the present caller may see: those of models that it may use, and if
-    it is no operator, of its own key."""
+    """The lines of an exposition that the present caller may see. They are of models that it may use, and
+    of its own key if it is no operator."""
     caller = request_context.current()
     if caller.account is None or (caller.is_operator and caller.allowed_models is None):
         return text

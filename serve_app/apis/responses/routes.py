@@ -170,7 +170,7 @@ async def get_response(
 ) -> Response:
     """A response as far as it is; `stream` sends its events, those behind the number
     `starting_after`, from its beginning and then as they come."""
-    stored, request = await _stored(responses, response_id)
+    stored, request = await _find_stored(responses, response_id)
     if not stream:
         return bytes_response(
             await bodies.work(preparation.response_json, *preparation.record(stored))
@@ -197,7 +197,7 @@ async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
-    _, request = await _stored(responses, response_id)
+    _, request = await _find_stored(responses, response_id)
     if not request.is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     await responses.cancel(response_id, key())
@@ -215,12 +215,12 @@ async def response_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The conversation that a response answers, that of `previous_response_id` included."""
-    stored, _ = await _stored(responses, response_id)
+    stored, _ = await _find_stored(responses, response_id)
     query = orjson.dumps([order, limit, after]) + b"\n"
     return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
 
 
-async def _stored(
+async def _find_stored(
     responses: BackgroundResponses, response_id: str
 ) -> tuple[StoredResponse, StoredRequest]:
     """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if

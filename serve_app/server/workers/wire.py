@@ -58,7 +58,7 @@ class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
     files: tuple[tuple[str, int], ...] = ()
     """The URLs and bytes of the files that were fetched for the body."""
     allowed_models: Sequence[str] | None = None
-    """See Caller."""
+    """The patterns of the models that the caller may use. None is all."""
 
 
 def with_adapters(models: Models, adapters: Mapping[str, NumberedAdapters]) -> Models:
