@@ -39,6 +39,7 @@ EXAMPLES: list[CorralError] = [
     errors.ObjectNotFoundError("no such file"),
     errors.SlowRequestError("too slow"),
     errors.RequestTooLargeError("too large"),
+    errors.HeadTooLargeError("headers are too large"),
     errors.ContentEncodingError("compressed"),
     errors.RateLimitError("too fast", 3),
     errors.BodyEndedError("no room", 1),

@@ -111,7 +111,7 @@ class ResponseAnswer(EventAnswer):
         return [self._cancel() if entry.error is None else self.failure_event(entry.error)]
 
     def tell(self, entry: Event) -> list[Json]:
-        """As `take`. Raises the error of a response that failed, with which a stream breaks."""
+        """The events of what came of it, for a stream. Raises the error of a response that failed."""
         if entry.error is not None:
             raise entry.error
         return self.take(entry)

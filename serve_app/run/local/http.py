@@ -93,7 +93,7 @@ class _Group:
         return self._by_address.get(address, {})
 
     def largest(self) -> dict[BoundedHttp, None]:
-        """Those of the address that has most; empty without any."""
+        """The connections of the address that has most; none if the group is empty."""
         return max(self._by_address.values(), key=len, default={})
 
 
