@@ -103,7 +103,7 @@ class LocalHandle:
         while True:
             began = time.monotonic()
             try:
-                await self._serve(child)
+                await self._serve(child, measures_again=not was_up)
             except CorralError as error:
                 is_last = isinstance(error, ConfigError) or n_failed + 1 >= _FIRST_STARTS
                 if is_last:
@@ -130,7 +130,7 @@ class LocalHandle:
             await _pause(pause_s)
             child = EngineChild(self._folder)
 
-    async def _serve(self, child: EngineChild) -> None:
+    async def _serve(self, child: EngineChild, *, measures_again: bool) -> None:
         """Returns when the process is lost. Raises CorralError if it cannot load the model."""
         lost = asyncio.Event()
 
@@ -143,7 +143,8 @@ class LocalHandle:
         self._replica_id = f"{self._model.id}-{child.process.pid}"
         watching = asyncio.create_task(self._watch(connection, child))
         try:
-            start = self._model, self._replica_id, str(self._folder), self._reserved_cpus
+            names = self._replica_id, str(self._folder)
+            start = self._model, *names, self._reserved_cpus, measures_again
             outcome = await connection.call("start", *start)
             if isinstance(outcome, CorralError):
                 self.fail(outcome)

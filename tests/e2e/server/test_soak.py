@@ -175,15 +175,17 @@ def held(server: Corral) -> Held:
 
 async def hurt(server: Corral, number: signal.Signals, every_s: float, seconds: float) -> int:
     """Send that signal to the first model's process again and again; how often."""
-    n, until = 0, time.monotonic() + seconds
-    while time.monotonic() + every_s < until:
-        await asyncio.sleep(every_s)
-        with suppress(httpx.HTTPError, KeyError, ValueError):
+    n, began = 0, time.monotonic()
+    while (n + 1) * every_s < seconds:
+        await asyncio.sleep(max(0.5, began + (n + 1) * every_s - time.monotonic()))
+        with suppress(httpx.HTTPError, KeyError, ValueError):  # it is being started again
             (replica,) = await asyncio.to_thread(server.replicas)
             pid = int(replica["replica_id"].rpartition("-")[2])
             if "run.local.engine" in command_line(pid):
                 os.kill(pid, number)
                 n += 1
+        if time.monotonic() - began > seconds:
+            break
     return n
 
 
@@ -201,7 +203,7 @@ def server(gguf: Path) -> Iterator[Corral]:
         keys = [{"name": name, "key": key, "tokens_per_day": 10**9} for name, key in KEYS.items()]
         keys[-1]["admin"] = True
         (directory / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-        access = {
+        access: dict[str, Any] = {
             "api_key_file": str(directory / "keys.yaml"),
             "usage_folder": str(directory / "usage"),
             "serve": CHECKS,
