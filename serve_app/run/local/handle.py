@@ -127,8 +127,18 @@ class LocalHandle:
                 status,
                 pause_s,
             )
+            child = await self._start_again(pause_s)
+
+    async def _start_again(self, pause_s: float) -> EngineChild:
+        """Another process, after a pause, as soon as there can be one."""
+        while True:
             await _pause(pause_s)
-            child = EngineChild(self._folder)
+            try:
+                return EngineChild(self._folder)
+            except OSError as error:  # no memory, no descriptor, or too many processes
+                self.fail(EngineUnavailableError(f"no process can be started: {error.strerror}"))
+                logger.error("Model %s: no process can be started: %s", self._model.id, error)
+                pause_s = _PAUSES_S[-1]
 
     async def _serve(self, child: EngineChild, *, measures_again: bool) -> None:
         """Returns when the process is lost. Raises CorralError if it cannot load the model."""
