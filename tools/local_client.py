@@ -63,6 +63,10 @@ class LocalClient:
         return await asyncio.wrap_future(outcome)
 
     @property
+    def failure(self) -> None:
+        """Its engine runs."""
+
+    @property
     def is_loaded(self) -> bool:
         return True
 

@@ -58,11 +58,19 @@ class EngineProcess:
         return answer
 
     async def start(
-        self, model: ResolvedModel, replica_id: str, folder: str, reserved_cpus: float
+        self,
+        model: ResolvedModel,
+        replica_id: str,
+        folder: str,
+        reserved_cpus: float,
+        measures_again: bool,  # by its place
     ) -> None:
         """Load the model, or be ready to. Raises CorralError."""
         logs.write_to_stderr(keeps_texts=model.data_at_rest)
-        place = ReplicaPlace("corral", model.id, replica_id, "local", Path(folder), reserved_cpus)
+        place = ReplicaPlace(
+            *("corral", model.id, replica_id, "local", Path(folder), reserved_cpus),
+            measures_again=measures_again,
+        )
         replica: LoadedModel | OnDemandModel = (
             LoadedModel() if model.on_demand is None else OnDemandModel()
         )

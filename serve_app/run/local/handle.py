@@ -105,7 +105,7 @@ class LocalHandle:
         while True:
             began = time.monotonic()
             try:
-                await self._serve(child)
+                await self._serve(child, measures_again=not was_up)
                 self._lost.inc()
             except CorralError as error:
                 is_last = isinstance(error, ConfigError) or n_failed + 1 >= _FIRST_STARTS
@@ -130,10 +130,20 @@ class LocalHandle:
                 status,
                 pause_s,
             )
-            await _pause(pause_s)
-            child = EngineChild(self._folder)
+            child = await self._start_again(pause_s)
 
-    async def _serve(self, child: EngineChild) -> None:
+    async def _start_again(self, pause_s: float) -> EngineChild:
+        """Another process, after a pause, as soon as there can be one."""
+        while True:
+            await _pause(pause_s)
+            try:
+                return EngineChild(self._folder)
+            except OSError as error:  # no memory, no descriptor, or too many processes
+                self.fail(EngineUnavailableError(f"no process can be started: {error.strerror}"))
+                logger.error("Model %s: no process can be started: %s", self._model.id, error)
+                pause_s = _PAUSES_S[-1]
+
+    async def _serve(self, child: EngineChild, *, measures_again: bool) -> None:
         """Returns when the process is lost. Raises CorralError if it cannot load the model."""
         lost = asyncio.Event()
 
@@ -146,7 +156,8 @@ class LocalHandle:
         self._replica_id = f"{self._model.id}-{child.process.pid}"
         watching = asyncio.create_task(self._watch(connection, child))
         try:
-            start = self._model, self._replica_id, str(self._folder), self._reserved_cpus
+            names = self._replica_id, str(self._folder)
+            start = self._model, *names, self._reserved_cpus, measures_again
             outcome = await connection.call("start", *start)
             if isinstance(outcome, CorralError):
                 self.fail(outcome)

@@ -101,7 +101,7 @@ class LoadedModel:
             computing_cpus=self._cpus.computing_cpus,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
-            measures_again=on_demand is None,  # else requests would wait for it at each load
+            measures_again=place.measures_again and on_demand is None,
             adapters=tuple(adapters),
             projector=projector,
             draft=draft,

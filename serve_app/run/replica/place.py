@@ -37,6 +37,8 @@ class ReplicaPlace:
     """The CPUs that are reserved for the replica; 0: none."""
     peers: Callable[[], AbstractAsyncContextManager[ReplicaHandle]] | None = None
     """A handle to the replicas of the same deployment, for a while; None: there are no others."""
+    measures_again: bool = True
+    """Whether the replica may measure again what other programs disturbed: no request waits for it yet."""
     gang: Gang | None = None
     """The gang that the replica belongs to, if the model is computed in stages."""
     put: Callable[[Any], Any] = lambda value: value

@@ -488,7 +488,7 @@ class WorkerPool:
                     await self._ask_zygote(Zygote.ping)
                 for worker in self._idle.copy():
                     await self._ping(worker)
-            except (CorralError, EOFError) as error:
+            except (CorralError, EOFError, OSError) as error:
                 logger.warning("Workers cannot be started: %r.", error)
 
     async def _ping(self, worker: Worker) -> None:

@@ -13,11 +13,12 @@ import json
 import os
 import random
 import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ KILL_EVERY_S, STOP_EVERY_S, WARM_S = 120.0, 300.0, 60.0
 CHECKS = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 SILENCE_S, START_S = 15.0 + 5.0, 120.0
 """The longest times between two bytes of a stream (pings come every 15 s), and until it begins."""
-MARGIN = 1.05
+MARGIN, N_LOOKS = 1.05, 7
 KEYS = {name: f"sk-soak-{name:-<16}" for name in ("stays", "leaves", "asleep", "operator")}
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "green", "kites", "today"]
 
@@ -157,8 +158,8 @@ class Held:
     """What the server's processes hold."""
 
     mib: float
-    files: int
-    threads: int
+    files: float
+    threads: float
 
 
 def held(server: Corral) -> Held:
@@ -173,17 +174,28 @@ def held(server: Corral) -> Held:
     return Held(mib, files, threads)
 
 
+async def median_held(server: Corral) -> Held:
+    """The medians of some seconds: a model may just be loaded, or a process be started again."""
+    seen = []
+    for _ in range(N_LOOKS):
+        seen.append(await asyncio.to_thread(held, server))
+        await asyncio.sleep(1.0)
+    return Held(*(statistics.median(values) for values in zip(*map(astuple, seen), strict=True)))
+
+
 async def hurt(server: Corral, number: signal.Signals, every_s: float, seconds: float) -> int:
     """Send that signal to the first model's process again and again; how often."""
-    n, until = 0, time.monotonic() + seconds
-    while time.monotonic() + every_s < until:
-        await asyncio.sleep(every_s)
-        with suppress(httpx.HTTPError, KeyError, ValueError):
+    n, began = 0, time.monotonic()
+    while (n + 1) * every_s < seconds:
+        await asyncio.sleep(max(0.5, began + (n + 1) * every_s - time.monotonic()))
+        with suppress(httpx.HTTPError, KeyError, ValueError):  # it is being started again
             (replica,) = await asyncio.to_thread(server.replicas)
             pid = int(replica["replica_id"].rpartition("-")[2])
             if "run.local.engine" in command_line(pid):
                 os.kill(pid, number)
                 n += 1
+        if time.monotonic() - began > seconds:
+            break
     return n
 
 
@@ -201,7 +213,7 @@ def server(gguf: Path) -> Iterator[Corral]:
         keys = [{"name": name, "key": key, "tokens_per_day": 10**9} for name, key in KEYS.items()]
         keys[-1]["admin"] = True
         (directory / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-        access = {
+        access: dict[str, Any] = {
             "api_key_file": str(directory / "keys.yaml"),
             "usage_folder": str(directory / "usage"),
             "serve": CHECKS,
@@ -233,8 +245,8 @@ async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[
         for client in clients:
             group.create_task(client.run(over))
         await asyncio.sleep(warm_s)
-        first = held(server)
-        left_s = seconds - warm_s
+        first = await median_held(server)
+        left_s = seconds - warm_s - 2 * N_LOOKS
         kills = group.create_task(
             hurt(server, signal.SIGKILL, min(KILL_EVERY_S, left_s / 4), left_s - 10)
         )
@@ -242,7 +254,7 @@ async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[
             hurt(server, signal.SIGSTOP, min(STOP_EVERY_S, left_s / 3), left_s - 10)
         )
         await asyncio.sleep(left_s)
-        last = held(server)
+        last = await median_held(server)
         over.set()
     return books, first, last, {"kills": kills.result(), "stops": stops.result()}
 

@@ -47,7 +47,7 @@ def card(n_ctx_train: int) -> dict[str, Any]:
 
 
 def test_the_summary_names_models_that_nobody_asked_for_or_that_are_left_out() -> None:
-    absent = [{"id": name, "replicas": []} for name in ("asleep", "cut")]
+    absent: list[dict[str, Any]] = [{"id": name, "replicas": []} for name in ("asleep", "cut")]
     cut = {"id": "cut", "meta": None, "status": {"value": "unloaded", "reason": "it is cut"}}
     asleep = {"id": "asleep", "status": {"value": "unloaded"}, "meta": {"n_ctx_train": 1}}
     lines = screen.summary(served(), [*absent, model(8, 32_768)], [asleep, cut])

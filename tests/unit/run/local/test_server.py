@@ -132,6 +132,33 @@ async def test_a_model_that_cannot_load_again_says_why_at_once(
     await asyncio.gather(keeping, return_exceptions=True)
 
 
+async def test_a_model_goes_on_when_there_can_be_a_process_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(_ScriptedChild, "outcomes", [None, None])
+    local = LocalHandle(cast(Any, _Model("m", "m")), tmp_path, 1.0)
+    first, reasons = _ScriptedChild(tmp_path), list[str]()
+
+    def start(folder: Path) -> EngineChild:
+        if not reasons:
+            reasons.append("none is free")
+            raise OSError(11, reasons[0])
+        assert reasons[0] in str(local.failure)
+        return _ScriptedChild(folder)
+
+    monkeypatch.setattr(handle, "EngineChild", start)
+    keeping = asyncio.create_task(local.keep(first))
+    async with asyncio.timeout(60):
+        assert await local.call("stats") == "stats"
+        _ScriptedChild.ends.pop().close()
+        while not reasons or local.failure is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await local.call("stats") == "stats"
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
 async def _call_after_loss(local: LocalHandle) -> Any:
     """A call of a process that is lost, and then has none."""
     while local.running():  # noqa: ASYNC110
