@@ -2,10 +2,14 @@
 # for tests with what requirements.lock adds. WHEELS names a folder with a wheel of llama.cpp, which is not compiled then.
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
+PORT ?=
+RAY_PORT ?=
+DASHBOARD_PORT ?=
 WHEELS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 DEV := .venv/.dev
+LOAD := .venv/.load
 DOCS := .venv-docs
 CLIENTS := .venv-clients
 RELEASE := .venv-release
@@ -29,15 +33,18 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve install cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides findings fuzz docs reference sbom dist wheels lint format lock clean
+.PHONY: serve install install-load cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides findings fuzz docs reference sbom dist wheels lint format lock clean
 
-serve: $(READY)  ## Serve CONFIG until Ctrl-C.
-	@exec $(BIN)/corral serve --config $(CONFIG)
+serve: $(READY)  ## Serve CONFIG until Ctrl-C, at PORT if one is given.
+	@exec $(BIN)/corral serve --config $(CONFIG) $(if $(PORT),--port $(PORT))
 
 install: $(READY)  ## What serving needs, in .venv; the command is .venv/bin/corral.
 
+install-load: $(LOAD)  ## What load tests need, in .venv: Locust, and clients of HTTP.
+
 cluster-up: $(READY)  ## An autoscaled cluster of several nodes on this machine; returns when it serves.
-	@$(BIN)/python -m cluster.local.cluster up
+	@$(BIN)/python -m cluster.local.cluster up $(if $(PORT),--port $(PORT)) $(if $(RAY_PORT),--ray-port $(RAY_PORT)) \
+		$(if $(DASHBOARD_PORT),--dashboard-port $(DASHBOARD_PORT))
 
 cluster-down: $(READY)  ## Stop all of it.
 	@$(BIN)/python -m cluster.local.cluster down
@@ -140,6 +147,12 @@ $(READY): cluster/image/requirements.lock pyproject.toml
 
 $(DEV): $(READY) requirements.lock
 	@$(PIP) install --require-hashes -r requirements.lock
+	@touch $@
+
+$(LOAD): $(READY) requirements.lock
+	@echo "Installing Locust: half a minute ..."
+	@sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock > .venv/constraints.txt
+	@$(PIP) install --constraint .venv/constraints.txt locust httpx aiohttp
 	@touch $@
 
 $(DOCS)/.ready: docs/.site/requirements.lock

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -30,23 +32,31 @@ from serve_app.cluster.serve_check import check_serve
 from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.schema import ModelConfig, with_models
+from serve_app.config.schema import ModelConfig, with_models, without
 from serve_app.run.ingress import settings_for
 from serve_app.run.model_host import ConfiguredHost
+from serve_app.run.preflight import require_cache
 from serve_app.run.resolving import resolve_all
 from serve_app.store.models import added_models
 from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
 
+logger = logging.getLogger("corral.config")
+_BUILTIN = {"models": [{"id": "corral-demo", "source": {"builtin": True}}]}
 _START_S = 60.0
 """The longest wait for the process of an added model, which is loaded later."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for `applications[0].args`. Serve calls this, and gives no other argument.
+    """The application for `applications[0].args`. Serve calls this, and gives no other argument. Without
+    `args`, as in `serve run serve_app.app:build`, the model that comes with Corral is served.
 
-    Raises RayServeException like `application`.
+    Raises RayServeException like `application`, and where this node has no folder to write to.
     """
-    return application(args)
+    try:
+        require_cache()
+    except ConfigError as error:
+        raise RayServeException(str(error)) from None
+    return application(args or _BUILTIN)
 
 
 def application(args: dict[str, Any], file: Path | None = None) -> Application:
@@ -56,19 +66,23 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
     that Serve shows as it is, and does not try again.
     """
     share_by(RayValues())
+    if os.environ.get("RAY_AUTH_MODE") == "token":  # Ray sets it by itself where it finds a token
+        logger.warning("Ray's commands need its token here: RAY_AUTH_MODE=token serve status")
     try:
         app = schema.parse(args, file)
         check_serve(app, file)
         refuse_strangers(app.ingress)
-        models = resolve_all(app)
+        left_out: dict[str, str] = {}
+        models = resolve_all(app, left_out=left_out)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
+    settings = settings_for(app, left_out, proxy_hides_strangers=proxy_hides_strangers())
+    app = without(app, left_out)
     engines = [
         _engine(configured, model) for configured, model in zip(app.models, models, strict=True)
     ]
     ingress = Ingress.options(**ingress_options(app.ingress))  # type: ignore[attr-defined]
     host = ServeHost(app, models) if app.manage_models else None
-    settings = settings_for(app, proxy_hides_strangers=proxy_hides_strangers())
     return ingress.bind(models, engines, settings, host)  # type: ignore[no-any-return]
 
 
@@ -142,6 +156,12 @@ def fingerprint(model: ResolvedModel) -> str:
     shares: Mapping[str, Any] = dict.fromkeys(model.memory_shares, 0)
     options = dataclasses.replace(model.options, **shares)
     counting = dataclasses.replace(
-        model, options=options, aliases=(), tags=(), sizing="", n_replicas=0
+        model,
+        options=options,
+        aliases=(),
+        tags=(),
+        sizing="",
+        n_replicas=0,
+        waits_for_requests=False,
     )
     return blake2b(f"{__version__} {counting!r}".encode(), digest_size=16).hexdigest()

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="start the servers of end-to-end tests of one node as `corral serve` does",
     )
+    parser.addoption("--soak-seconds", type=float, default=1800.0, help="the length of the soak")
 
 
 def pytest_configure() -> None:

@@ -19,11 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import yaml
 
 from loadtests.common.processes import run_tool, send, tagged, within
-from loadtests.common.servers import corral_is_ready
 
 HERE = Path(__file__).parent
 DEPLOY_TIMEOUT_S = 180
@@ -96,9 +95,9 @@ class LocalCluster:
         raise ClusterError(f"Still running: {tagged(self.folder)}")
 
     def worker_nodes(self) -> int:
-        """How many nodes there are besides the head, as Ray says. Raises httpx.HTTPError."""
+        """How many nodes there are besides the head, as Ray says. Raises httpx2.HTTPError."""
         token = {"Authorization": f"Bearer {self.token.read_text()}"}
-        answer = httpx.get(f"{self._dashboard}/api/v0/nodes", headers=token, timeout=10)
+        answer = httpx2.get(f"{self._dashboard}/api/v0/nodes", headers=token, timeout=10)
         nodes = answer.raise_for_status().json()["data"]["result"]["result"]
         return sum(node["state"] == "ALIVE" and not node["is_head_node"] for node in nodes)
 
@@ -143,21 +142,31 @@ class LocalCluster:
 def _require_free(port: int) -> None:
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise ClusterError(f"Port {port} is in use: another Ray cluster or server runs here.")
+            raise ClusterError(
+                f"Port {port} is in use: another Ray cluster or server runs here. Choose others: "
+                "`make cluster-up PORT=8001 RAY_PORT=6380 DASHBOARD_PORT=8266`."
+            )
 
 
 def _answers(url: str) -> bool:
-    with suppress(httpx.HTTPError, KeyError, ValueError):
-        return corral_is_ready(url)
+    """Whether Corral serves there, and an engine of every model answers."""
+    with suppress(httpx2.HTTPError, KeyError, ValueError):
+        stats = httpx2.get(f"{url}/v1/stats", timeout=10)
+        return stats.is_success and all(model["replicas"] for model in stats.json()["models"])
     return False
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m cluster.local.cluster")
     parser.add_argument("action", choices=("up", "down"))
-    cluster = LocalCluster()
+    for name, port in (("port", 8000), ("ray-port", 6379), ("dashboard-port", 8265)):
+        parser.add_argument(f"--{name}", type=int, default=port)
+    args = parser.parse_args()
+    cluster = LocalCluster(
+        ray_port=args.ray_port, dashboard_port=args.dashboard_port, http_port=args.port
+    )
     try:
-        if parser.parse_args().action == "down":
+        if args.action == "down":
             cluster.down()
             print("The cluster is down.")
             return

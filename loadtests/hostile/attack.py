@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from loadtests.hostile.scene import Scene
 
-KEYLESS, KEYED = "keyless", "keyed"
-"""The two servers: as `corral serve --cluster` has it, with models whose vocabularies need regular
-expressions; and one with API keys."""
+KEYLESS, KEYED, ALONE = "keyless", "keyed", "alone"
+"""The servers: as `corral serve --cluster` has it, with models whose vocabularies need regular expressions;
+one with API keys; and as `corral serve` has it, with API keys and 1,024 files."""
 
 MIB = 2**20
 MOST_BODY_BYTES = 8 * MIB

@@ -1,4 +1,4 @@
-"""The attacked servers: `corral serve --cluster` on loopback, with the models and keys for attacks."""
+"""The attacked servers: Corral on loopback, with the models and keys for attacks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 from gguf import GGUFReader
 
-from loadtests.common.servers import ROOT, one_machine_command, running
-from loadtests.hostile.attack import KEYED, KEYLESS
+from loadtests.common.servers import ROOT, local_command, one_machine_command, running
+from loadtests.hostile.attack import ALONE, KEYLESS
 from loadtests.load.target import Target
 
 DEMO = "corral-demo"
+N_FILES = 1024
+"""The files that the server without Ray may have open."""
 N_SLOTS, MAX_WAITING, N_CTX_SLOT = 8, 96, 4096
 """Of the model that honest users talk to."""
 PRE_TOKENIZERS = ("tekken", "gpt-4o", "deepseek-llm", "deepseek-v3")
@@ -27,7 +29,9 @@ HONEST = tuple(f"honest-{number}" for number in range(16))
 MANY = tuple(f"mallory-{number}" for number in range(16))
 METERED, LIMITED = ("metered-0", "metered-1"), "limited"
 METERED_TOKENS, LIMITED_REQUESTS = 2000, 4
-NAMES = (*HONEST, *MANY, *METERED, LIMITED, "mallory", "alice", "bob")
+ELSEWHERE, SPENT = "elsewhere", "spent"
+"""Keys that may use another model only, and one token a day."""
+NAMES = (*HONEST, *MANY, *METERED, LIMITED, ELSEWHERE, SPENT, "mallory", "alice", "bob")
 KEYS: Mapping[str, str] = {name: f"sk-hostile-test-{name}" for name in NAMES}
 """The secret of every API key, by its name."""
 _PADDING = "<|endoftext|>"
@@ -47,12 +51,13 @@ class Setup:
 
 @contextmanager
 def started(kind: str) -> Iterator[Setup]:
-    """One of the two servers. Raises RuntimeError with its log if it does not start."""
-    keys = KEYS if kind == KEYED else {}
+    """One of the servers. Raises RuntimeError with its log if it does not start."""
+    keys = {} if kind == KEYLESS else KEYS
     models = [_demo(), *map(_with_pre_tokenizer, PRE_TOKENIZERS if kind == KEYLESS else ())]
 
     def command(directory: Path, port: int) -> Sequence[str | Path]:
-        ingress: dict[str, Any] = {"serve": {"num_replicas": 1}}  # no scaling: none may go
+        checks = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+        ingress: dict[str, Any] = {"serve": {"num_replicas": 1} | checks}  # no scaling: none may go
         if keys:
             models[0]["engine"]["slot_folder"] = str(directory / "slots")
             ingress["batch"] = {"folder": str(directory / "batches")}
@@ -67,6 +72,8 @@ def started(kind: str) -> Iterator[Setup]:
         http = {"host": "127.0.0.1", "port": port}
         config = directory / "serve_config.yaml"
         config.write_text(json.dumps({"http_options": http, "applications": [app]}))
+        if kind == ALONE:
+            return ["sh", "-c", f'ulimit -n {N_FILES}; exec "$@"', "sh", *local_command(config)]
         return one_machine_command(config)
 
     def is_ready(url: str) -> bool:
@@ -90,9 +97,11 @@ def answers(url: str, keys: Mapping[str, str], model: str = DEMO) -> bool:
 
 def key_file() -> list[dict[str, Any]]:
     """The entries of the API keys. None says that it may do what only some should."""
-    limits: dict[str, dict[str, int]] = {name: {} for name in KEYS}
+    limits: dict[str, dict[str, Any]] = {name: {} for name in KEYS}
     limits |= {name: {"tokens_per_minute": METERED_TOKENS} for name in METERED}
     limits[LIMITED] = {"max_concurrent_requests": LIMITED_REQUESTS}
+    limits[ELSEWHERE] = {"models": ["another-*"]}
+    limits[SPENT] = {"tokens_per_day": 1}
     return [{"name": name, "key": KEYS[name]} | limits[name] for name in KEYS]
 
 

@@ -115,10 +115,12 @@ def build_api(
         open_requests = OpenRequests(config.max_ongoing_requests)
     app.state.models, app.state.bodies = models, bodies
     app.state.has_ui = bool(config.ui)
-    app.state.sse_ping_interval_s = config.sse_ping_interval_s
+    app.state.sse_ping_interval_s, app.state.streams = config.sse_ping_interval_s, set()
     app.state.model_control = model_control
     store = Store() if store is None else store
-    app.state.responses = BackgroundResponses(store, open_requests, config.responses_kept_s)
+    app.state.responses = BackgroundResponses(
+        store, open_requests, config.responses_kept_s, config.sse_ping_interval_s
+    )
     app.state.batches = executor
     app.state.broadcaster = Broadcaster(models)
     recognizer: Recognizer | None = None

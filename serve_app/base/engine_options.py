@@ -82,6 +82,9 @@ class EngineOptions:
     """Most seconds at the start for profiling, which measures what batches cost; 0 measures nothing."""
     profile_folder: Path | None = None
     """Where profiles are kept for the next start."""
+    measures_again: bool = True
+    """Whether a profile that other programs disturbed is measured again at the next start. If not, what is
+    learned while serving betters it."""
     prefix_folder: Path | None = None
     """Where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None

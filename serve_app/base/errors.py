@@ -20,9 +20,10 @@
     |   |-- ObjectNotFoundError     404 object_not_found
     |   |-- SlowRequestError        408 request_timeout
     |   |-- RequestTooLargeError    413 request_too_large
+    |   |-- HeadTooLargeError       431 header_too_large
     |   |-- ContentEncodingError    415 unsupported_content_encoding
     |   |-- MediaError              500 server_error, with x-should-retry: false
-    |   `-- NotSupportedError       501 not_supported_error
+    |   `-- NotSupportedError       501 not_supported_error, with x-should-retry: false
     |-- AuthenticationError       401 invalid_api_key
     |-- RateLimitError            429 rate_limit_exceeded, with Retry-After
     |   |-- BodyEndedError        429 rate_limit_exceeded, with Retry-After
@@ -41,6 +42,8 @@
     |-- LedgerError               500 server_error
     `-- StorageFullError          507 storage_full
 
+An answer whose `Retry-After` is above MOST_PATIENCE_S has `x-should-retry: false`, too.
+
 Errors cross processes: `args` of each has all that its class is called with, positionally, or the error
 could not be made again there.
 """
@@ -50,6 +53,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
+
+MOST_PATIENCE_S = 60
+"""The longest wait after which a client should try again by itself. Some packages would sleep for days."""
 
 
 class CorralError(Exception):
@@ -79,6 +85,11 @@ class CorralError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    @property
+    def asks_patience(self) -> bool:
+        """Whether a new try makes sense so late that whoever waits should hear of the error now."""
+        return self.retry_after_s is not None and self.retry_after_s > MOST_PATIENCE_S
 
 
 class ConfigError(CorralError):
@@ -214,6 +225,10 @@ class RequestTooLargeError(RequestError, status=413, code="request_too_large"):
     """The request's body is larger than any is."""
 
 
+class HeadTooLargeError(RequestError, status=431, code="header_too_large"):
+    """The request's headers, or what else is around its body, are larger than any are."""
+
+
 class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):
     """The request's body is compressed in a form that is not taken."""
 
@@ -247,7 +262,7 @@ class MediaError(RequestError, status=500, type="server_error", is_final=True):
     """A message has a part that is no text: for llama-server's clients, a failure of the server."""
 
 
-class NotSupportedError(RequestError, status=501, type="not_supported_error"):
+class NotSupportedError(RequestError, status=501, type="not_supported_error", is_final=True):
     """The model, or the configuration, has not what the request needs; no other request would do."""
 
 

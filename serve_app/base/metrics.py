@@ -1,7 +1,8 @@
 """Metrics for Prometheus. Ray exports those of its processes; those of a local server are in a folder.
 
 Names are the same on both ways: `ray_corral_` and the metric's own. A metric with the label `model` counts
-for the model that it is made for, or that `tags` name.
+for the model that it is made for, or that `tags` name. A counter is exported as 0 from the start,
+if its labels are known then. Prometheus leaves out the value that a series begins with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ Tags = Mapping[str, str]
 
 
 class Counter(Protocol):
-    def inc(self, value: float = 1.0, tags: Any = None) -> None: ...
+    def inc(self, value: float = 1.0, tags: Any = None) -> None:
+        """Count so many more. With 0, a series begins."""
 
 
 class Gauge(Protocol):
@@ -62,6 +64,8 @@ def exposition() -> bytes:
 
 def counter(name: str, what: str, labels: Sequence[str] = ("model",), tags: Tags = {}) -> Counter:  # noqa: B006
     made: Counter = _make("Counter", name, what, labels, tags)
+    if set(labels) == set(tags):
+        made.inc(0.0)
     return made
 
 

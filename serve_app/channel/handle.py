@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
+from serve_app.base.errors import CorralError, EngineUnavailableError
 from serve_app.base.types import FetchingReplica
 
 
@@ -24,6 +26,10 @@ class ReplicaHandle(Protocol):
     def call(self, method: str, *arguments: Any) -> ReplicaCall:
         """Call a method of the replica that answers soonest. The call waits for a replica if none runs."""
 
+    @property
+    def failure(self) -> CorralError | None:
+        """The reason why no replica can be started, as far as this process knows."""
+
     def running(self) -> frozenset[str]:
         """The ids of the replicas that run, as far as this process knows."""
 
@@ -39,3 +45,31 @@ class ReplicaHandle(Protocol):
 
     async def fetching(self) -> Sequence[FetchingReplica]:
         """The replicas that fetch their model now. Raises whatever keeps this from being known."""
+
+
+class NoReplicas:
+    """The ReplicaHandle of a model that is left out. Calls raise EngineUnavailableError."""
+
+    def __init__(self, reason: str) -> None:
+        self.failure = EngineUnavailableError(reason)
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(self._refuse())
+
+    async def _refuse(self) -> None:
+        raise EngineUnavailableError(*self.failure.args)
+
+    def running(self) -> frozenset[str]:
+        return frozenset()
+
+    async def ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        return []
+
+    async def ask_one(self, method: str, *arguments: Any, timeout_s: float) -> None:
+        """No replica has an answer."""
+
+    async def replica_states(self) -> dict[str, int]:
+        return {}
+
+    async def fetching(self) -> Sequence[FetchingReplica]:
+        return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def corral(
 
 @app.command(rich_help_panel=_RUN)
 def serve(
+    called: typer.Context,
     models: Models = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -135,7 +137,7 @@ def serve(
         typer.Option(
             envvar="CORRAL_CONFIG",
             metavar="FILE",
-            help="A configuration file, instead of MODEL and the options above.",
+            help="A configuration file, instead of MODEL and the options above but --host and --port.",
         ),
     ] = None,
     cluster: Annotated[
@@ -165,9 +167,28 @@ def serve(
 
     sizes, access = (slots, context, threads), (api_key_file, allow_anonymous, web_apps)
     options = ServeOptions(tuple(models or ()), host, port, *sizes, *access, manage_models)
-    if config is not None and options != ServeOptions():
-        _fail("--config cannot be combined with MODEL or other options: the file has all settings.")
-    raise typer.Exit(server.run(options, config, _console(), cluster=cluster, verbose=verbose))
+    http: dict[str, str | int] = {}
+    if config is not None:
+        sources = _sources(called)
+        http = {name: called.params[name] for name in ("host", "port") if sources.pop(name, None)}
+        if others := sources.keys() - {"config", "cluster", "verbose"}:
+            name = sources[min(others)]
+            _fail(f"--config cannot be combined with {name}: the file has all other settings.")
+    how = {"cluster": cluster, "verbose": verbose}
+    raise typer.Exit(server.run(options, config, _console(), **how, http=http))
+
+
+def _sources(called: typer.Context) -> dict[str, str]:
+    """What gave a parameter that is no default: the option, or the variable of the environment."""
+    sources = {}
+    for parameter in called.command.params:
+        name = str(parameter.name)
+        source = called.get_parameter_source(name)
+        if source is not None and source.name == "ENVIRONMENT":
+            sources[name] = str(parameter.envvar)
+        elif source is not None and source.name == "COMMANDLINE":
+            sources[name] = "MODEL" if name == "models" else parameter.opts[0]
+    return sources
 
 
 @app.command("config", rich_help_panel=_RUN)
@@ -195,15 +216,19 @@ def print_config(
 
 @app.command(rich_help_panel=_RUN)
 def check(file: Annotated[Path, typer.Argument(help="A configuration file.")]) -> None:
-    """Check a configuration file without starting anything.
+    """Check a configuration file, and the files of its models on this machine, without starting anything.
 
     Example: `corral check serve_config.yaml`
     """
     from serve_app.cluster.serve_check import check_serve
     from serve_app.config import schema
+    from serve_app.run.resolving import check_files
 
     application = schema.load(file)
     check_serve(application, file)
+    logging.getLogger("corral.llama").setLevel(logging.CRITICAL)  # the problem says the same
+    if problems := check_files(application):
+        _fail("\n".join(f"{file}: models ({name}): {why}" for name, why in problems.items()))
     typer.echo(f"{file} is valid. Models: {', '.join(model.id for model in application.models)}")
 
 
@@ -428,7 +453,8 @@ def capacity(context: typer.Context) -> None:
 
 def _forward(context: typer.Context, module: str, needs: Sequence[str] = ()) -> NoReturn:
     """Run a program with the command's arguments, its help among them, and exit as it does. `needs` are
-    packages of the extra with the command's name."""
+    packages of the extra with the command's name, which its help does without."""
+    needs = () if {"-h", "--help"} & {*context.args} else needs
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         _fail(
             f"This command needs {' and '.join(missing)}. To install what it needs, run: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +119,9 @@ def local_name(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) -> list[str]:
-    """The last lines. `models` is from `/v1/stats`, `trained` how many tokens each was trained for."""
+def summary(served: Served, models: Sequence[Json], cards: Sequence[Json]) -> list[str]:
+    """The last lines. `models` is from `/v1/stats`, and `cards` from `/v1/models`."""
+    by_id = {card["id"]: card for card in cards}
     lines = [f"Address   {served.address}/v1"]
     is_open = served.key_file is not None or served.allow_anonymous
     if served.host in ("0.0.0.0", "::") and is_open:
@@ -129,7 +130,13 @@ def summary(served: Served, models: Sequence[Json], trained: Mapping[str, int]) 
         )
     lines += [f"          {_who(served)}", f"Page      {served.address}/"]
     for model in models:
-        lines += _model_lines(model, trained)
+        card = by_id.get(model["id"], {})
+        if model["replicas"]:
+            lines += _model_lines(model, (card.get("meta") or {}).get("n_ctx_train"))
+        else:
+            reason = card.get("status", {}).get("reason")
+            state = f"left out: {reason}" if reason else "starts when somebody asks for it"
+            lines.append(f"Model     {model['id']}: {state}")
     lines.append(f"Logs      {_short_path(served.log)}")
     if served.ray_logs is not None:
         lines.append(f"          {served.ray_logs} (Ray's own)")
@@ -147,7 +154,7 @@ def _who(served: Served) -> str:
     return "Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others."
 
 
-def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
+def _model_lines(model: Json, n_ctx_train: int | None) -> list[str]:
     replicas = model["replicas"]
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot, n_ctx = (engine[name] for name in ("n_slots", "n_ctx_slot", "n_ctx"))
@@ -159,7 +166,6 @@ def _model_lines(model: Json, trained: Mapping[str, int]) -> list[str]:
     lines.append(
         f"          The longest request: {n_ctx_slot:,} tokens, prompt and answer together."
     )
-    n_ctx_train = trained.get(model["id"])
     if n_ctx_train is not None and n_ctx_slot > n_ctx_train:
         lines.append(f"          Warning: the model was trained for {n_ctx_train:,} tokens only.")
     elif n_ctx_slot < LITTLE_CONTEXT:

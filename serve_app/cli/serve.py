@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn, cast
 
 import yaml
 from rich.console import Console
@@ -31,10 +31,15 @@ from serve_app.base.progress import Stage
 from serve_app.cli import config_file, screen
 from serve_app.cli.client import Client, Json, ServerError
 from serve_app.cli.config_file import ServeOptions
+from serve_app.cli.outlet import Outlet
 from serve_app.cli.screen import Screen, Served
 from serve_app.run import preflight
 
-_LOOK_EVERY_S = 0.2
+NOWHERE_ELSE: Mapping[str, str | int] = {}
+_LOOK_EVERY_S, _CLOSE_S = 0.2, 2.0
+_DRAIN_S, _END_S = 600.0, 60.0
+"""The longest time that running answers have when the server is stopped, if the configuration says nothing,
+and that its processes have then."""
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
 _REMOTE = {"repo", "repo_id", "url"}
 """Fields of a source that name something to download."""
@@ -53,26 +58,55 @@ class Stopped(Exception):  # noqa: N818
 
 
 def run(
-    options: ServeOptions, config: Path | None, console: Console, *, cluster: bool, verbose: bool
+    options: ServeOptions,
+    config: Path | None,
+    console: Console,
+    *,
+    cluster: bool,
+    verbose: bool,
+    http: Mapping[str, str | int] = NOWHERE_ELSE,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; the exit status. `cluster` has Ray Serve do it, whatever the
-    configuration asks for. Raises ConfigError for what cannot be served."""
+    configuration asks for. `http` has a host or port instead of the file's. Raises ConfigError for what
+    cannot be served."""
     if (reason := preflight.missing(with_ray=cluster)) is not None:
         raise ConfigError(reason)
     folder = Path(tempfile.mkdtemp(prefix="corral-run-"))
+    file = console.file
+
+    def write(text: str) -> None:
+        file.write(text)
+        file.flush()
+
+    output = Outlet(write)
+    if not console.is_terminal:
+        console.file = cast(IO[str], output)
     try:
         if config is None:
             config = folder / "serve_config.yaml"
             config.write_text(config_file.text(config_file.document(options)))
         content = read_config(config)
+        content["http_options"] = {**(content.get("http_options") or {}), **http}
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)
-            return _Server(config, content, shown, cluster=cluster, verbose=verbose).run()
+            lines = output if verbose else None
+            return _Server(config, content, http, shown, cluster=cluster, verbose=lines).run()
     except Stopped:
         return 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        output.close(_CLOSE_S)
+        console.file = file
+        if output.n_dropped:
+            _forget_stdout()
+
+
+def _forget_stdout() -> None:
+    """Nobody reads it: else Python writes the rest at its end, and fails. Source: Python's documentation,
+    "Note on SIGPIPE"."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_config(config: Path) -> Json:
@@ -123,8 +157,8 @@ def _check_address(content: Json) -> None:
             problem = f"The server cannot listen on port {port} of {host}: {error.strerror}."
             if error.errno == errno.EADDRINUSE:
                 problem = (
-                    f"Another program listens on port {port} of {host}. Stop it, or choose another port "
-                    "with --port."
+                    f"Another program listens on port {port} of {host}. Stop it, or choose another port: "
+                    f"`corral serve --port {port + 1}`, or `make serve PORT={port + 1}`."
                 )
             raise ConfigError(problem) from None
 
@@ -165,13 +199,24 @@ def _download(content: Json, shown: Screen) -> None:
 
 class _Server:
     def __init__(
-        self, config: Path, content: Json, shown: Screen, *, cluster: bool, verbose: bool
+        self,
+        config: Path,
+        content: Json,
+        http: Mapping[str, str | int],
+        shown: Screen,
+        *,
+        cluster: bool,
+        verbose: Outlet | None,
     ) -> None:
-        self._config, self._shown, self._verbose = config, shown, verbose
+        """`verbose` gets the server's output, too, if it is to be shown."""
+        self._shown, self._verbose = shown, verbose
+        self._arguments = [str(config), *(f"--{name}={value}" for name, value in http.items())]
         self._module = "cluster.one_machine" if cluster else "run.local.server"
         ingress: Mapping[str, Any] = _args(content).get("ingress") or {}
         host, port = _address(content)
         key_file = ingress.get("api_key_file")
+        drain_s = (ingress.get("serve") or {}).get("graceful_shutdown_timeout_s")
+        self._end_s = _END_S + (_DRAIN_S if drain_s is None else float(drain_s))
         self._served = Served(
             host=host,
             port=port,
@@ -185,7 +230,7 @@ class _Server:
     def run(self) -> int:
         """Run the server until it ends, or until Stopped is raised. Returns the exit status."""
         reading, writing = os.pipe()
-        program = ["-P", "-m", f"serve_app.{self._module}", str(self._config)]
+        program = ["-P", "-m", f"serve_app.{self._module}", *self._arguments]
         process = subprocess.Popen(
             [sys.executable, *program, "--events", str(writing)],
             stdin=subprocess.PIPE,
@@ -206,10 +251,10 @@ class _Server:
         except Stopped:
             self._shown.clear()
             self._shown.say("Stopping: running answers may end first ...")
-            _end(process)
+            _end(process, self._end_s)
             return 0
         finally:
-            _end(process)
+            _end(process, self._end_s)
             log.join(timeout=5)
         self._shown.clear()
         self._shown.say(self._problem or self._last_lines())
@@ -241,7 +286,7 @@ class _Server:
         """Ask the server. Returns whether it has said all."""
         try:
             if not self._answers:
-                self._client.get("/health")
+                self._client.get("/livez")
                 self._answers = True
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
@@ -250,35 +295,58 @@ class _Server:
                 for replica in model["fetching"]:
                     stage = Stage(replica["stage"], replica["done"], replica["limit_s"])
                     self._shown.stage(model["id"], stage)
-            if not all(model["replicas"] for model in models):
-                return False
+            self._client.get("/health")  # raises until all can answer that do not wait for requests
             cards = self._client.get("/v1/models")["data"]  # the server has the files open
-            trained = {str(card["id"]): int(card["meta"]["n_ctx_train"]) for card in cards}
         except ServerError:
             return False
+        loaded = {card["id"] for card in cards if card["status"]["value"] == "loaded"}
+        if any(model["id"] in loaded and not model["replicas"] for model in models):
+            return False  # a replica was late
         self._shown.clear()
-        for line in screen.summary(self._served, models, trained):
+        for line in screen.summary(self._served, models, cards):
             self._shown.say(line)
         return True
 
     def _keep_log(self, lines: IO[bytes]) -> None:
-        """Writes the server's output to a file, which is begun anew when it is large."""
-        self._served.log.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(
-            self._served.log, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8"
+        """Writes the server's output to a file, which is begun anew when it is large. The output is read
+        whatever becomes of it: the server would wait for that in the middle of its work."""
+        handler = _LogFile(
+            self._served.log,
+            maxBytes=_LOG_BYTES,
+            backupCount=_LOG_FILES,
+            encoding="utf-8",
+            delay=True,
         )
-        for line in lines:
-            text = line.decode(errors="replace").rstrip("\n")
+
+        def write(text: str) -> None:
+            self._served.log.parent.mkdir(parents=True, exist_ok=True)
             handler.emit(logging.makeLogRecord({"msg": text}))
-            if self._verbose:
-                print(text, flush=True)
-        handler.close()
+
+        outlets = [Outlet(write)] if self._verbose is None else [Outlet(write), self._verbose]
+        for line in lines:
+            for outlet in outlets:
+                outlet.write(line.decode(errors="replace").rstrip("\n") + "\n")
+        if n_dropped := sum(outlet.n_dropped for outlet in outlets):
+            outlets[0].write(f"{n_dropped} lines could not be written.\n")
+        outlets[0].close(_CLOSE_S)
+        with suppress(OSError):
+            handler.close()
 
     def _last_lines(self) -> str:
         with suppress(OSError):
             lines = self._served.log.read_text(errors="replace").splitlines()
             return "\n".join(lines[-_TOLD_LINES:])
         return ""
+
+
+class _LogFile(RotatingFileHandler):
+    """A log whose errors are raised, and not written to a terminal. Texts bring the ends of their lines."""
+
+    terminator = ""
+
+    def handleError(self, _: logging.LogRecord) -> NoReturn:  # noqa: N802
+        """Raise the error that is being handled."""
+        raise
 
 
 def _read_events(descriptor: int, events: SimpleQueue[Json]) -> None:
@@ -288,14 +356,21 @@ def _read_events(descriptor: int, events: SimpleQueue[Json]) -> None:
             events.put(json.loads(line))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT, and wait. A second Ctrl-C kills it."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait()
-    except Stopped:
+def _end(process: subprocess.Popen[bytes], end_s: float) -> None:
+    """SIGINT, also for a process that was stopped, and wait. A second Ctrl-C is passed on, too: answers end
+    with an error. A third kills it, and so does the end of these seconds."""
+    for _ in range(2):
+        if process.poll() is not None:
+            return
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(end_s)
+        except Stopped:
+            continue
+        except subprocess.TimeoutExpired:
+            break
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

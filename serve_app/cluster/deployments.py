@@ -19,12 +19,7 @@ _BEYOND_PLACES = 2
 # Those in the background have places of their own, for each slot.
 _BACKGROUND_REQUESTS = 4
 _POLICY = {"policy_function": "serve_app.cluster.autoscaling:by_pressure"}
-SERVE_DEFAULTS = {
-    "health_check_period_s": 5,
-    "health_check_timeout_s": 30,
-    "graceful_shutdown_wait_loop_s": 0.5,
-    "max_constructor_retry_count": 3,
-}
+SERVE_DEFAULTS = {"graceful_shutdown_wait_loop_s": 0.5, "max_constructor_retry_count": 3}
 # Serve's router looks for a free replica again after 25 ms, growing to 500 ms, by default: too long
 # for a slot to stand idle.
 _ROUTER = {
@@ -95,6 +90,8 @@ def _serve_options(
     configured: RayServeOptions, autoscaling: dict[str, Any], *, num_cpus: float
 ) -> dict[str, Any]:
     options = SERVE_DEFAULTS | configured.explicit_options
+    options["health_check_period_s"] = configured.health_check_period_s
+    options["health_check_timeout_s"] = configured.health_check_timeout_s
     options["ray_actor_options"] = {
         "num_cpus": num_cpus
     } | configured.ray_actor_options.explicit_options

@@ -35,11 +35,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from serve_app.config.addresses import is_loopback
 from serve_app.run import preflight
-from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
+from serve_app.run.program import (
+    KEEP_ALIVE_S,
+    Content,
+    allow_most_files,
+    arguments,
+    content_of,
+    discoverable,
+    is_plain,
+    tell,
+)
 
 HERE = Path(__file__).parent
 _HAPROXY = "RAY_SERVE_HAPROXY_"
@@ -176,11 +183,12 @@ def _nothing(_node: Any, **_options: Any) -> None:
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the application cannot be started."""
     args = arguments("serve_app.cluster.one_machine", __doc__)
+    allow_most_files()
     if (reason := preflight.missing()) is not None:
         tell(args.events, "failed", reason)
         sys.exit(1)
     tell(args.events, "libraries")
-    content = yaml.safe_load(args.config.read_text())
+    content = content_of(args.config, host=args.host, port=args.port)
     with prepare_environment(content):
         _serve(args.config, content, args.events)
 
@@ -216,9 +224,20 @@ def _serve(config: Path, content: Content, events: int | None) -> None:
             tell(events, "running")
             threading.Event().wait()
         except KeyboardInterrupt:
-            print("Shutting down.", flush=True)
+            print("Shutting down: running answers may end first.", flush=True)
+            _drain()
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _drain() -> None:
+    """Delete the applications, whose replicas let running answers end. Serve's own shutdown would stop its
+    proxies at once, and cut what they pass on."""
+    from ray import serve
+
+    for name in serve.status().applications:
+        with suppress(TimeoutError):  # Serve waits for a minute at most
+            serve.delete(name)
 
 
 def _session_folder() -> str:
@@ -240,6 +259,8 @@ def _deploy(
     from ray.serve.schema import ServeDeploySchema
 
     deployment = ServeDeploySchema.model_validate(content)
+    if "keep_alive_timeout_s" not in _http_options(content):
+        deployment.http_options.keep_alive_timeout_s = KEEP_ALIVE_S
     if _CLIENTS_HOST in os.environ:
         deployment.http_options.host = "127.0.0.1"
     starting = beside.submit(

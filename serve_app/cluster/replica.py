@@ -15,6 +15,7 @@ from serve_app.base import heap
 from serve_app.cluster.process import begin_replica
 from serve_app.cluster.serve_handle import handle_for_now
 from serve_app.config.resolved import ResolvedModel
+from serve_app.run.preflight import require_cache
 from serve_app.run.replica.loaded_model import LoadedModel
 from serve_app.run.replica.on_demand import OnDemandModel
 from serve_app.run.replica.place import Gang, ReplicaPlace
@@ -23,7 +24,9 @@ from serve_app.store.shared_entries import whole_application
 
 @cache
 def process_place(*, keeps_texts: bool) -> ReplicaPlace:
-    """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts."""
+    """The place of this process's replica. `keeps_texts` says whether its log may have clients' texts.
+    Raises ConfigError where this node has no folder to write to."""
+    require_cache()
     begin_replica(keeps_texts=keeps_texts)
     heap.give_back()
     context = serve.get_replica_context()

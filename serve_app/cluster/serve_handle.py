@@ -81,6 +81,10 @@ class ServeHandle:
     def call(self, method: str, *arguments: Any) -> ServeCall:
         return ServeCall(getattr(self._handle, method).remote(*arguments))
 
+    @property
+    def failure(self) -> None:
+        """Serve does not say why a replica cannot be started: it tries again."""
+
     def running(self) -> frozenset[str]:
         """The ids of the replicas that run, as far as this process has been told. Any thread."""
         return _running.get((self._handle.app_name, self._handle.deployment_name), frozenset())

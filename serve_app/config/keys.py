@@ -47,7 +47,8 @@ class ApiKey(BaseModel):
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens of a prompt and its answer. An answer that would have more ends there."""
     models: Annotated[list[_Name], Field(max_length=1000)] | None = None
-    """The models that the key may use: names, or patterns such as `qwen*`. Default: all."""
+    """The models that the key may use: their ids, or patterns such as `qwen*`. An adapter is
+    `MODEL:ADAPTER`. Default: all."""
     cache_group: _Name | None = None
     """Keys of one group start from each other's cached prefixes. Default: the key's own name."""
     min_priority: int = 0

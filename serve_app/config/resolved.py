@@ -71,6 +71,8 @@ class ResolvedModel:
     adapters: tuple[AdapterConfig, ...] = ()
     projector: ProjectorSource | None = None
     draft: ModelSource | None = None
+    waits_for_requests: bool = False
+    """Whether it may be that no replica has the model loaded because nobody has asked."""
 
     @property
     def adapter_uses(self) -> Adapters:

@@ -6,7 +6,7 @@ Unknown fields and impossible values are refused by name. `corral check FILE` st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -351,8 +351,8 @@ class IngressConfig(Section):
     `tauri://`, `vscode-webview://` and `vscode-file://`. `*` is all sites. Default: none; with API keys,
     all."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
-    """A stream that has sent nothing for this many seconds sends a ping, so that proxies do not
-    close it. Clients ignore pings. 0 and -1 turn them off. A request can override this
+    """A stream that has sent nothing for this many seconds sends an event that changes nothing, so
+    that proxies and clients do not give it up. 0 and -1 turn them off. A request can override this
     (`sse_ping_interval`)."""
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
@@ -474,6 +474,11 @@ def parse(args: object, file: Path | None = None) -> AppConfig:
 def with_models(app: AppConfig, entries: Sequence[object]) -> AppConfig:
     """The configuration with more entries of `models`, which are the last ones. Raises ConfigError."""
     return parse(dict(app) | {"models": [*app.models, *entries]})
+
+
+def without(app: AppConfig, names: Container[str]) -> AppConfig:
+    """The configuration without the models of these names."""
+    return app.model_copy(update={"models": [one for one in app.models if one.id not in names]})
 
 
 def load(path: Path) -> AppConfig:

@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -96,6 +97,8 @@ class RayServeOptions(_PassedOn):
     max_ongoing_requests: PositiveInt | None = None
     max_replicas_per_node: PositiveInt | None = None
     graceful_shutdown_timeout_s: NonNegativeFloat | None = None
+    health_check_period_s: PositiveFloat = 5
+    health_check_timeout_s: PositiveFloat = 30
     ray_actor_options: ActorOptions = ActorOptions()
 
     @property

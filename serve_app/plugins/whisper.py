@@ -29,7 +29,9 @@ from serve_app.base.errors import (
     InvalidRequestError,
 )
 from serve_app.base.types import Sound
+from serve_app.channel import processes
 from serve_app.config.schema import WhisperConfig
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.server.workers import wire
 from serve_app.server.workers.fair_semaphore import FairSemaphore
 from serve_app.server.workers.pool import NICENESS
@@ -80,14 +82,27 @@ class WhisperProcess:
         try:
             if self._process is None:
                 await self._start()
-            await wire.send(self._writer, order, [sound.samples])
-            return await wire.receive_outcome(self._reader, Heard)
+            return await self._answer(order, sound)
         except (EOFError, ConnectionError, msgspec.MsgspecError) as error:
             self.close()
             raise EngineUnavailableError("The process that hears files was lost.") from error
         finally:
             loop, keep_alive_s = asyncio.get_running_loop(), self._settings.keep_alive
             self._ending = loop.call_later(keep_alive_s, self.close)
+
+    async def _answer(self, order: HearingOrder, sound: Sound) -> wire.Outcome:
+        """Raises EOFError, also for a process that hangs."""
+
+        async def ask() -> wire.Outcome:
+            await wire.send(self._writer, order, [sound.samples])
+            return await wire.receive_outcome(self._reader, Heard)
+
+        assert self._process is not None
+        answer, timeout_s = asyncio.create_task(ask()), RayServeOptions().health_check_timeout_s
+        if not await processes.answers(answer, self._process.pid, timeout_s):
+            answer.cancel()
+            raise EOFError
+        return await answer
 
     async def _start(self) -> None:
         """Raises CorralError, EOFError."""

@@ -92,9 +92,10 @@ class ChatTemplate(Template):
         self._known_format = (
             tool_calls.detect(source) if names & {"tools", "functions"} else None
         ) or tool_calls.GENERIC
-        has_channels = self._known_format.has_channels
-        self.reasoning_tags = output_parser.reasoning_tags(source)
-        self.thinks = has_channels or self.reasoning_tags is not None
+        form = self._known_format
+        tags = form.thought and output_parser.ReasoningTags(*form.thought)
+        self.reasoning_tags = tags or output_parser.reasoning_tags(source)
+        self.thinks = (form.has_channels and form.thinks) or self.reasoning_tags is not None
         self.names = names
         self._reserved = {
             *("messages", "tools", "add_generation_prompt"),
@@ -139,7 +140,7 @@ class ChatTemplate(Template):
             )
         # Roles are words of the API: templates make control tokens of them.
         messages = [
-            {**message, "role": TemplateText.own(message["role"])}
+            {**_reasoning_by_all_names(message), "role": TemplateText.own(message["role"])}
             for message in map(self._known_format.message, messages)
         ]
         given = {
@@ -153,7 +154,7 @@ class ChatTemplate(Template):
         own: dict[str, Any] = {name: _strftime_now(pattern) for name, pattern in _DATES.items()}
         if "functions" in self.names:  # FireFunction's
             own["functions"] = _tojson(tools, indent=2) if tools else ""
-        if "enable_thinking" in self.names:
+        if "enable_thinking" in self.names and self.thinks:
             own["enable_thinking"] = True
         try:
             return _concat(self._template.generate({**own, **extra}, **given))
@@ -189,6 +190,12 @@ def delimiters(source: str) -> list[str]:
     except ConfigError:
         derived = ()
     return [*derived, *(text for text in output_parser.DELIMITERS if text in source)]
+
+
+def _reasoning_by_all_names(message: Message) -> Message:
+    """The message with its reasoning by the names that templates have for it, as in `transformers`."""
+    reasoning = message.get("reasoning_content")
+    return {"thinking": reasoning, "reasoning": reasoning, **message} if reasoning else message
 
 
 class _Given(list[T]):

@@ -78,9 +78,14 @@ class Turn:
         return cls(known or "user", parts if known else in_tags(role, *parts), **fields)
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """The parts that are texts."""
+        return tuple(part for part in self.parts if isinstance(part, str))
+
+    @property
     def text(self) -> str:
-        """The content as one text: its parts are lines, as at llama-server and vLLM."""
-        return "\n".join(part for part in self.parts if isinstance(part, str))
+        """The content as one text: its parts are lines."""
+        return "\n".join(self.texts)
 
     @property
     def attachments(self) -> list[Attachment]:
@@ -92,15 +97,18 @@ class Turn:
         return dataclasses.replace(self, parts=(text,))
 
     def with_marks(self, mark: Callable[[], str]) -> Turn:
-        """The turn with a mark in the place of each attachment. Texts side by side are lines; at
-        attachments no line ends, as at llama-server."""
-        text, after_text = "", False
+        """The turn with a mark in the place of each attachment. A mark is part of the texts beside it, so
+        that no line ends there, as at llama-server."""
+        texts, after_text = list[str](), True
         for part in self.parts:
             is_text = isinstance(part, str)
-            text += "\n" if is_text and after_text else ""
-            text += part if isinstance(part, str) else mark()
+            text = part if isinstance(part, str) else mark()
+            if texts and not (is_text and after_text):
+                texts[-1] += text
+            else:
+                texts.append(text)
             after_text = is_text
-        return self.with_text(text)
+        return dataclasses.replace(self, parts=tuple(texts))
 
 
 Conversation = Sequence[Turn]

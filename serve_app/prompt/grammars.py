@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -20,6 +19,7 @@ from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS, SchemaError
 from serve_app.prompt.output_parser import THINK, ReasoningTags
 from serve_app.prompt.tool_calls import ToolFormat, lark
 from serve_app.prompt.tool_calls.calls import Function
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 
 MAX_CHARS = 2**18
 """The longest grammar, and the longest schemas of a request, as JSON and without what they say to people.
@@ -29,15 +29,6 @@ _BYTES = LLTokenizer("byte")
 
 Loosened = Callable[[Iterable[str]], None]
 """The receiver of the paths of keywords that a grammar does not hold."""
-
-
-class ThinkingPhase(Enum):
-    """Whether reasoning comes before what a grammar holds."""
-
-    NEVER = 0
-    PERHAPS = 1
-    BEGUN = 2
-    """The prompt begins it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +50,18 @@ class Dialect:
         """The mark of a lexeme that ends with the first such delimiter, where that is a text."""
         return "[lazy]" if self.delimiter_token(delimiter) is None else ""
 
+    def forced_start(self, *, has_calls: bool) -> str:
+        """The rule `start`: reasoning, if there is any, and then `answer`, or with the flag `calls`."""
+        write, form = self.write, self.tool_format
+        if form.forced_start is not None and self.thinking is not ThinkingPhase.BEHIND:
+            return form.forced_start(write, has_calls, self.thinking)
+        opening = "" if form.opening is None else " ".join(lark.pieces(form.opening, write))
+        return self.after_thinking(f"answer | {opening} calls" if has_calls else "answer")
+
     def after_thinking(self, body: str) -> str:
         """The rule `start`: reasoning, if there is any, and then the body."""
-        if self.thinking is ThinkingPhase.NEVER or self.tool_format.has_channels:
+        comes = self.thinking in (ThinkingPhase.PERHAPS, ThinkingPhase.BEGUN)
+        if not comes or self.tool_format.has_channels:
             return f"start: {body}"
         thought = "thought GAP?"
         if self.thinking is ThinkingPhase.PERHAPS:
@@ -85,12 +85,7 @@ def from_json_schema(
 ) -> str:
     """A JSON text that the schema validates, after the reasoning of the dialect, if there is one."""
     rule = f"answer: {lark.value(_fit_schema(schema, param, loosened))}"
-    if dialect is None:
-        start = "start: answer"
-    elif dialect.tool_format.forced_start is not None:
-        start = dialect.tool_format.forced_start(dialect.write, False)
-    else:
-        start = dialect.after_thinking("answer")
+    start = "start: answer" if dialect is None else dialect.forced_start(has_calls=False)
     return _check_ends(_grammar(start, rule), param)
 
 
@@ -120,13 +115,11 @@ def from_tool_calls(
 def _start_of_calls(dialect: Dialect, *, forced: bool, has_answer: bool) -> str:
     """The rule `start`, and the rules that only it needs."""
     form = dialect.tool_format
-    opening = "" if form.opening is None else dialect.write(form.opening)
+    opening = "" if form.opening is None else " ".join(lark.pieces(form.opening, dialect.write))
     if forced:
         return f"start: {opening} calls"
     if has_answer:
-        if form.forced_start is not None:
-            return form.forced_start(dialect.write, True)
-        return dialect.after_thinking(f"answer | {opening} calls")
+        return dialect.forced_start(has_calls=True)
     if form.free_start is not None:
         start = form.free_start(dialect.write)
         if not form.holds_answers:

@@ -18,6 +18,8 @@ from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
+from serve_app.prompt import patterns
+
 BLANKS = r" |\n{1,2}[ \t]{0,20}"
 """The blanks between the tokens of a JSON text, as in llama.cpp: without a bound, a model can go on with
 blanks for ever."""
@@ -128,7 +130,7 @@ class _Fitter:
             "type": self._type,
             "enum": self._enum,
             "const": self._literal,
-            "pattern": self._text,
+            "pattern": self._pattern,
             "format": self._format,
             "required": self._required,
             "$ref": self._reference,
@@ -140,7 +142,7 @@ class _Fitter:
             "anyOf": self._schemas,
             "oneOf": self._schemas,
             "properties": self._named_schemas,
-            "patternProperties": self._named_schemas,
+            "patternProperties": self._patterned_schemas,
             **dict.fromkeys(_DEFINITIONS, self._named_schemas),
             **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), self._count),
             **dict.fromkeys(("minProperties", "maxProperties"), self._count),
@@ -226,6 +228,14 @@ class _Fitter:
         self.fault(path, f"is no text, or has more than {MAX_LITERAL_CHARS} characters")
         return None
 
+    def _pattern(self, value: Any, path: str, _: bool) -> Any:
+        text = self._text(value, path, False)
+        try:
+            return None if text is None else patterns.to_rust(text)
+        except ValueError as error:
+            self.fault(path, str(error))
+            return None
+
     def _format(self, value: Any, path: str, _: bool) -> Any:
         return value if isinstance(value, str) and value in _FORMATS else None
 
@@ -291,6 +301,13 @@ class _Fitter:
             elif schema is not None:
                 schemas[name] = self.fit(schema, place, closes=place not in self.open_definitions)
         return schemas
+
+    def _patterned_schemas(self, value: Any, path: str, closes: bool) -> Any:
+        named = self._named_schemas(value, path, closes)
+        if named is None:
+            return None
+        held = {self._pattern(name, _join_path(path, name), False): named[name] for name in named}
+        return {pattern: schema for pattern, schema in held.items() if pattern is not None}
 
     def _count(self, value: Any, path: str, _: bool) -> Any:
         is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0

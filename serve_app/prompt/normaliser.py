@@ -9,6 +9,7 @@ of the user and the assistant in alternation, with results right behind their ca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -23,7 +24,11 @@ from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText
 
 PARAGRAPH = "\n\n"
+_PARTS = PARAGRAPH
+"""The text that llama-server puts between the parts of a message that is continued."""
 _BLANK = " "
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands at the end of an answer that is begun. It is transformers' own, which some templates look for."""
 _VOLATILE = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 """Lines of a system message that differ from request to request and mean nothing to a model. Claude Code's
 differs with the user's first message, so that no two sessions would share a prefix."""
@@ -39,19 +44,24 @@ def render(
     """The conversation as the template writes it with these tools and variables, and other options of
     `Template.render`. Raises InvalidRequestError if the template takes it in no shape, or leaves out a
     user's text."""
-    caps, describe = template.caps, template.tool_format.describe
+    caps, form = template.caps, template.tool_format
+    if form.split is not None:
+        turns = [form.split(turn) if turn.role == "assistant" else turn for turn in turns]
+    describe = form.describe
     if describe is not None and (tools or any(turn.calls or turn.role == "tool" for turn in turns)):
         turns, tools = _alternate(describe(turns, tools)), ()  # results are users' turns now
-    attempts = [(False, variables), (True, variables)]
+    attempts = [(False, variables, tools), (True, variables, tools)]
     if "reasoning_effort" in variables:  # which has other words in some templates
         others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
-        attempts.append((True, others))
+        attempts.append((True, others, tools))
+    if tools:  # of which some want every parameter to be described
+        attempts.append((True, variables, [_with_descriptions(tool) for tool in tools]))
     errors = []
-    for is_strict, extra in attempts:
+    for is_strict, extra, shown in attempts:
         shape = fit_calls(turns, caps)
         messages = as_messages(strict(shape, caps) if is_strict else shape, caps, is_strict)
         try:
-            text = template.render(messages, tools, extra=extra, **options)
+            text = template.render(messages, shown, extra=extra, **options)
         except InvalidRequestError as error:
             errors.append(error)
             continue
@@ -61,6 +71,51 @@ def render(
         message = f"The model's chat template leaves out a message: {lost[:80]!r}"
         errors.append(InvalidRequestError(message, "messages"))
     raise errors[0]
+
+
+def _with_descriptions(schema: Any) -> Any:
+    """The tool, or the part of its schema, with a description of each property."""
+    if isinstance(schema, list):
+        return [_with_descriptions(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    described = {key: _with_descriptions(inner) for key, inner in schema.items()}
+    if isinstance(properties := described.get("properties"), dict):
+        described["properties"] = {
+            name: {"description": "", **inner} if isinstance(inner, dict) else inner
+            for name, inner in properties.items()
+        }
+    return described
+
+
+def render_begun(
+    template: Template,
+    turns: list[Turn],
+    begun: Turn,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> tuple[TemplateText, str]:
+    """The conversation up to the text of an answer that is begun, and this text, both as the template
+    writes an assistant's turn. A template that does not write it begins a turn, with the text behind.
+    Raises InvalidRequestError like `render`.
+
+    Source: transformers, `continue_final_message` in `utils/chat_template_utils.py`.
+    """
+    caps = template.caps
+    if begun.role not in caps.joining_roles:
+        joint = caps.joint if caps.joining_roles else _PARTS
+        begun = begun.with_text(joint.join(begun.texts))
+    *texts, last = begun.texts
+    tagged = replace(begun, parts=(*texts, last + _TAG))
+    with contextlib.suppress(InvalidRequestError):
+        whole = render(template, [*turns, tagged], tools, variables, add_generation_prompt=False)
+        text = whole[: max(whole.rfind(_TAG.strip()), 0)]
+        text = text if whole.startswith(_TAG, len(text)) else text.rstrip()
+        first = begun.texts[0]
+        start = text.rfind(first if first in text else first.strip())
+        if start >= 0 and last.strip() in text[start:]:
+            return text[:start], text[start:]
+    return render(template, turns, tools, variables), begun.text
 
 
 def fit_calls(turns: list[Turn], caps: TemplateCaps) -> list[Turn]:
@@ -99,12 +154,14 @@ def _join_turns(turns: Iterable[Turn]) -> Turn:
 
 def complete(turns: Conversation) -> list[Turn]:
     """The conversation without lines that mean nothing to a model, and with an id for each call."""
-    return _with_ids(
-        turn.with_text(_VOLATILE.sub("", turn.text))
-        if turn.role == "system" and _VOLATILE.search(turn.text)
-        else turn
-        for turn in turns
-    )
+    return _with_ids(_without_volatile(turn) if turn.role == "system" else turn for turn in turns)
+
+
+def _without_volatile(turn: Turn) -> Turn:
+    if not _VOLATILE.search(turn.text):
+        return turn
+    texts = (_VOLATILE.sub("", text) for text in turn.texts)
+    return replace(turn, parts=tuple(text for text in texts if text))
 
 
 def _with_ids(turns: Iterable[Turn]) -> list[Turn]:
@@ -210,13 +267,16 @@ def as_messages(
 
 def _as_message(turn: Turn, caps: TemplateCaps, is_strict: bool) -> dict[str, Any]:
     is_blank = is_strict and turn.role == "assistant" and not turn.text and not turn.calls
-    text = _BLANK if is_blank else turn.text
-    message: dict[str, Any] = {"role": turn.role, "content": caps.content(text)}
+    content = caps.content(*((_BLANK,) if is_blank else turn.texts or ("",)), role=turn.role)
+    message: dict[str, Any] = {"role": turn.role, "content": content}
     if turn.name:
         message["name"] = turn.name
     if turn.role == "tool":
         message["tool_call_id"] = turn.call_id
-    if turn.reasoning:
+    if turn.reasoning and caps.reasoning_part:
+        texts = [{"type": "text", "text": text} for text in turn.texts if text]
+        message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *texts]
+    elif turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [

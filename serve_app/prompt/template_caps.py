@@ -25,7 +25,7 @@ class Render(Protocol):
     ) -> str: ...
 
 
-_TEXT, _TOOL, _FIRST, _SECOND, _VALUE = "Wzqa", "wzqb", "wzqc", "wzqd", "wzqe"
+_TEXT, _OTHER, _TOOL, _FIRST, _SECOND, _VALUE = "Wzqa", "Wzqf", "wzqb", "wzqc", "wzqd", "wzqe"
 """Words that no template has."""
 _KEY = re.compile(r"['\"]type['\"]:")
 _ASKED = {"role": "user", "content": "Hello"}
@@ -60,7 +60,12 @@ class TemplateCaps:
 
     string_content: bool = True
     typed_content: bool = False
-    """Content as a list of parts."""
+    """A user's content as a list of parts."""
+    joining_roles: frozenset[str] = frozenset()
+    """The roles whose lists of texts it joins."""
+    joint: str = "\n"
+    """The text between two parts, as it joins them; a line end if it joins none, as at llama-server and
+    vLLM."""
     tools: bool = False
     tool_calls: bool = False
     parallel_calls: bool = False
@@ -72,14 +77,18 @@ class TemplateCaps:
     text_arguments: bool = True
     """Arguments of calls as a text that need not be JSON."""
     preserve_reasoning: bool = False
+    reasoning_part: bool = False
+    """Reasoning as a part of the content, and nowhere else."""
     reasoning_effort: bool = False
     system: bool = True
     """A system message before a user's turn."""
 
-    def content(self, text: str) -> str | list[dict[str, str]]:
-        if self.typed_content and not self.string_content:
-            return [{"type": "text", "text": text}]
-        return text
+    def content(self, *texts: str, role: str = "user") -> str | list[dict[str, str]]:
+        """The texts as the content of such a role's message: the template joins them if it can."""
+        joins = len(texts) > 1 and role in self.joining_roles
+        if joins or (self.typed_content and not self.string_content):
+            return [{"type": "text", "text": text} for text in texts]
+        return self.joint.join(texts)
 
     def report(self) -> dict[str, bool]:
         """The abilities in llama-server's words."""
@@ -109,11 +118,26 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
         except InvalidRequestError:
             return ""
 
-    parts = prompt([_ASKED | {"content": [{"type": "text", "text": _TEXT}]}])
+    def joint(*messages: Mapping[str, Any], **options: Any) -> str | None:
+        """What it writes between the two texts of a list; None if it takes none. It may print a list as
+        Python or JSON have it."""
+        text = prompt(messages, **options)
+        found = re.search(f"{_TEXT}(.*?){_OTHER}", text, re.DOTALL)
+        return found[1] if found and not _KEY.search(text) else None
+
+    parts = {"content": [{"type": "text", "text": text} for text in (_TEXT, _OTHER)]}
+    called, result = _turns_with_calls({"arg": _VALUE}, _FIRST)[1:3]
+    joints = {
+        "user": joint(_ASKED | parts),
+        "system": joint({"role": "system"} | parts, _ASKED),
+        "assistant": joint(_ASKED, {"role": "assistant"} | parts, _ASKED),
+        "tool": joint(_ASKED, called, result | parts, tools=_TOOLS),
+    }
     content = TemplateCaps(
         string_content=_TEXT in prompt([_ASKED | {"content": _TEXT}]),
-        # A list may be printed as Python or JSON have it.
-        typed_content=_TEXT in parts and not _KEY.search(parts),
+        typed_content=joints["user"] is not None,
+        joining_roles=frozenset(role for role, between in joints.items() if between is not None),
+        joint=next((between for between in joints.values() if between is not None), "\n"),
     )
 
     def write(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -127,6 +151,9 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
     second = write(_turns_with_calls(arguments, _FIRST, _SECOND), tools=_TOOLS)
     beside = write(_turns_with_calls(arguments, _FIRST, content=_TEXT), tools=_TOOLS)
     after_system = write([{"role": "system", "content": _TEXT}, _ASKED])
+    thought = {"type": "thinking", "thinking": _OTHER}
+    said = [_ASKED, _answer_turn(_OTHER)]
+    in_part = prompt([_ASKED, said[1] | {"content": [thought, {"type": "text", "text": _TEXT}]}])
     past = [_ASKED, _answer_turn(_TEXT), _ASKED, _answer_turn("Hm"), _ASKED]
     return replace(
         content,
@@ -138,6 +165,9 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
         text_arguments=_VALUE in write(_turns_with_calls(_VALUE, _FIRST), tools=_TOOLS),
         system=all(text in after_system for text in (_TEXT, _ASKED["content"])),
         preserve_reasoning=_TEXT in write(past, extra=_KEEP),
+        reasoning_part=all(text in in_part for text in (_OTHER, _TEXT))
+        and not _KEY.search(in_part)
+        and _OTHER not in write(said),
         reasoning_effort=not names.isdisjoint(("reasoning_effort", "reasoning_strength")),
     )
 

@@ -55,7 +55,7 @@ class TemplateText(str):
         return self
 
     def __add__(self, other: str) -> TemplateText:
-        return TemplateText.concat((self, other))
+        return TemplateText.concat((self, other)) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> TemplateText:
         return TemplateText.concat((other, self))

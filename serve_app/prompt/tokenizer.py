@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from serve_app.kernels.llama.model import Model
 from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate, NamedTemplate, Template, delimiters
 from serve_app.prompt.conversation import Conversation, Turn
-from serve_app.prompt.grammars import Dialect, ThinkingPhase
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import THINK, OutputParser, ReasoningTags
 from serve_app.prompt.template_caps import TemplateCaps
 from serve_app.prompt.template_text import TemplateText, control_tokens
 from serve_app.prompt.tool_calls import ToolFormat
 from serve_app.prompt.tool_calls.calls import FunctionNames
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 
 # No fewer than `<think>` and the line ends behind it can have, in any vocabulary.
 _REASONING_TOKENS = 16
@@ -32,7 +33,8 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 # The labels that llama.cpp's converter gives to Qwen3's rerankers.
 _RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
-_PLACES = re.compile(r"(\{query\}|\{document\})")
+_PAIR = "{query}", "{document}"
+_PLACES = re.compile(f"({'|'.join(map(re.escape, _PAIR))})")
 # Of more models than these, a start opens the files twice.
 _MOST_OPEN = 16
 
@@ -46,6 +48,16 @@ _RECOMMENDED = {
     "penalty_last_n": "repeat_last_n",
     "penalty_repeat": "repeat_penalty",
 }
+
+
+def keep_first(tokens: Sequence[int], n_most: int) -> Sequence[int]:
+    """The first so many tokens."""
+    return tokens[:n_most]
+
+
+def keep_last(tokens: Sequence[int], n_most: int) -> Sequence[int]:
+    """The last so many tokens."""
+    return tokens[max(0, len(tokens) - n_most) :]
 
 
 class Tokenizer:
@@ -137,13 +149,39 @@ class Tokenizer:
         """Whether the first output says how relevant a document is: it is the only one, or Qwen3's."""
         return self.has_classifier and (len(self.labels) < 2 or self.labels == _RELEVANT_OR_NOT)
 
-    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
+    def encode_pair(
+        self,
+        query: str,
+        document: str,
+        n_most: int | None = None,
+        cut: Callable[[Sequence[int], int], Sequence[int]] = keep_first,
+    ) -> tuple[int, ...]:
         """The tokens for a reranking model: by its own template as in llama-server, or see
-        `Model.encode_pair`. Control tokens written out in the texts stay text."""
-        template = self.model.rerank_template
+        `Model.encode_pair`. Control tokens written out in the texts stay text.
+
+        If the pair has more than `n_most` tokens, its texts are `cut`, the longer one first, and the
+        template stays whole. What has no room for any text comes as it is."""
+        pair = self._encode_pair(query, document)
+        if n_most is None or len(pair) <= n_most:
+            return pair
+        of_query, of_document = self._plain(query), self._plain(document)
+        room = n_most - len(self._encode_pair("", ""))
+        while len(pair) > n_most and room > 0:
+            n_query = min(len(of_query), max(room // 2, room - len(of_document)))
+            pair = self._encode_pair(cut(of_query, n_query), cut(of_document, room - n_query))
+            room -= max(0, len(pair) - n_most)
+        return pair
+
+    def _encode_pair(
+        self, query: str | Sequence[int], document: str | Sequence[int]
+    ) -> tuple[int, ...]:
+        """The tokens of a pair, whose texts may be plain tokens already."""
+        template, pair = self.model.rerank_template, (query, document)
         if template is None:
-            return tuple(self.model.encode_pair(query, document))
-        texts = {"{query}": query, "{document}": document}
+            plain = [self._plain(one) if isinstance(one, str) else one for one in pair]
+            return tuple(self.model.encode_pair(*plain))
+        read = [one if isinstance(one, str) else self.decode(one).strip("\ufffd") for one in pair]
+        texts = dict(zip(_PAIR, read, strict=True))
         parts = _PLACES.split(template)
         own = [texts.get(part, TemplateText.own(part)) for part in parts]
         return tuple(self._encode_rendered(TemplateText.concat(own)))
@@ -216,22 +254,29 @@ class Tokenizer:
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-        prefill: str = "",
+        begun: Turn | None = None,
     ) -> TemplateText:
         """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
         the end of the last turn; if it shall not think, reasoning that the template begins is ended.
-        `prefill` is the beginning of the answer. Raises InvalidRequestError if the chat template takes the
-        messages in no shape, or leaves out a user's text."""
+        `begun` is an assistant's turn whose text the answer continues. Raises InvalidRequestError if the
+        chat template takes the messages in no shape, or leaves out a user's text."""
         template = self._template_for(conversation, tools)
         names = FunctionNames.of_tools(tools)
         tools = names.rename(tools)
         turns = normaliser.complete(names.renamed_calls(conversation))
-        text = normaliser.render(
-            template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
-        )
-        if not thinks and text.rstrip().endswith(self.reasoning_tags.open):
+        if begun is None:
+            text, answer = (
+                normaliser.render(
+                    template, turns, tools, extra or {}, add_generation_prompt=add_generation_prompt
+                ),
+                "",
+            )
+        else:
+            text, answer = normaliser.render_begun(template, turns, begun, tools, extra or {})
+        is_thinking = text.rstrip().endswith(self.reasoning_tags.open)
+        if is_thinking and (not thinks or begun is not None):
             text = text.rstrip() + TemplateText.own(f"\n\n{self.reasoning_tags.close}\n\n")
-        return text + prefill
+        return text + answer
 
     def _template_for(
         self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]
@@ -243,7 +288,7 @@ class Tokenizer:
         self, conversation: Conversation, *arguments: Any, **options: Any
     ) -> tuple[int, ...]:
         """The tokens of a chat as `render_chat`, with these arguments, writes it. Only the template's
-        own control tokens become control tokens; those in messages, tools, `extra` and `prefill` stay text.
+        own control tokens become control tokens; those in messages, tools and `extra` stay text.
         An attachment becomes a negative token: -1 less its number in the conversation. Raises
         InvalidRequestError like `render_chat`."""
         marks = Marks()
@@ -288,9 +333,11 @@ class Tokenizer:
         """A parser of the answer to this prompt, of a chat with these tools; calls come `in_pieces`
         or whole. Reasoning stays in the content unless `thinks`."""
         form, names = self.tool_format, FunctionNames.of_tools(tools)
-        tools = names.rename(tools)
+        tools, is_thinking = names.rename(tools), self.is_reasoning(prompt)
         calls = (
-            form.parser(tools, in_pieces=in_pieces, splits_reasoning=thinks)
+            form.parser(
+                tools, in_pieces=in_pieces, splits_reasoning=thinks, is_thinking=is_thinking
+            )
             if tools or form.has_channels
             else None
         )
@@ -299,7 +346,7 @@ class Tokenizer:
             calls,
             names,
             thinks=thinks and has_tags,
-            is_thinking=self.is_reasoning(prompt),
+            is_thinking=is_thinking,
             tags=self.reasoning_tags,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,8 +13,9 @@ from fastapi import FastAPI
 from serve_app.apis.api import WORKER_MODULES, build_api
 from serve_app.apis.responses.store import ResponseStore, Store
 from serve_app.base import heap
+from serve_app.base.errors import ConfigError
 from serve_app.channel import routing_reports as reports
-from serve_app.channel.handle import ReplicaHandle
+from serve_app.channel.handle import NoReplicas, ReplicaHandle
 from serve_app.channel.listener import Listener
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, IngressConfig
@@ -25,7 +26,7 @@ from serve_app.server.adapters import AdapterControl, number_adapters
 from serve_app.server.handle_client import HandleClient
 from serve_app.server.media.decoder import open_model
 from serve_app.server.model_control import ModelControl, ModelHost
-from serve_app.server.model_registry import ModelFile, ServedModel
+from serve_app.server.model_registry import ModelFile, ModelInfo, ServedModel, open_or_leave_out
 from serve_app.server.workers.pool import WorkerPool
 from serve_app.store.encryption import check_encrypted
 from serve_app.store.models import vocabulary
@@ -43,6 +44,8 @@ class IngressSettings:
 
     config: IngressConfig
     data_at_rest: bool | Literal["encrypted"] = True
+    left_out: tuple[ModelFile, ...] = ()
+    """The models whose files cannot be used, with the reasons."""
 
     @property
     def keeps_texts(self) -> bool:
@@ -50,13 +53,21 @@ class IngressSettings:
         return self.data_at_rest is True
 
 
-def settings_for(app: AppConfig, *, proxy_hides_strangers: bool = False) -> IngressSettings:
-    """The settings of all ingresses of an application. The page keeps conversations in the browser, so
-    there is none without data at rest. Where a proxy hides strangers, loopback means nothing."""
+def settings_for(
+    app: AppConfig, left_out: Mapping[str, str], *, proxy_hides_strangers: bool = False
+) -> IngressSettings:
+    """The settings of all ingresses of an application; `left_out` has the reasons of models that are. The
+    page keeps conversations in the browser, so there is none without data at rest. Where a proxy hides
+    strangers, loopback means nothing."""
     ingress, data_at_rest = app.ingress, app.data_at_rest
     if data_at_rest is not True or (ingress.ui == "auto" and proxy_hides_strangers):
         ingress = ingress.model_copy(update={"ui": False})
-    return IngressSettings(ingress, data_at_rest)
+    files = (
+        ModelFile("", m.id, 0, aliases=tuple(m.aliases), tags=tuple(m.tags), problem=left_out[m.id])
+        for m in app.models
+        if m.id in left_out
+    )
+    return IngressSettings(ingress, data_at_rest, tuple(files))
 
 
 async def _tell_nobody() -> None:
@@ -97,11 +108,20 @@ def _vocabulary_file(model: ResolvedModel) -> ModelFile:
         model.defaults,
         aliases=model.aliases,
         tags=model.tags,
-        n_ctx_text=model.options.n_ctx_share,
         adapters=number_adapters(model),
         senses=senses,
         is_on_demand=model.on_demand is not None,
+        waits_for_requests=model.waits_for_requests,
     )
+
+
+def _readable_file(model: ResolvedModel) -> ModelFile:
+    """The file with the model's vocabulary, or the reason why there is none; blocks."""
+    try:
+        return _vocabulary_file(model)
+    except (ConfigError, OSError) as error:
+        n_ctx_slot, names = model.options.n_ctx_slot, model.aliases
+        return ModelFile("", model.id, n_ctx_slot, aliases=names, problem=str(error))
 
 
 class IngressServer:
@@ -110,7 +130,8 @@ class IngressServer:
     async def start(
         self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
     ) -> None:
-        """Open the vocabularies, and start the workers. To be called first and once. Raises ConfigError."""
+        """Open the vocabularies, and start the workers. A model whose vocabulary cannot be read is left
+        out, unless it is the last one. To be called first and once. Raises ConfigError."""
         if settings.data_at_rest == "encrypted":
             folder = settings.config.batch.folder
             check_encrypted("ingress.batch.folder", folder and folder.expanduser())
@@ -119,14 +140,24 @@ class IngressServer:
         self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
         self._files: dict[str, ModelFile] = {}
         for model in models:
-            self._files[model.id] = await asyncio.to_thread(_vocabulary_file, model)
-        self._opened = {f.id: open_model(f) for f in self._files.values() if place.forks_workers}
+            self._files[model.id] = await asyncio.to_thread(_readable_file, model)
+        self._files |= {file.id: file for file in settings.left_out}
+        opened = {f.id: open_or_leave_out(f, open_model) for f in self._files.values()}
+        if models and all(info.problem for info in opened.values()):
+            raise ConfigError("; ".join(f"{info.id}: {info.problem}" for info in opened.values()))
+        # Requests without a name get the first model that is served.
+        self._files = {
+            name: self._files[name]
+            for name in sorted(opened, key=lambda n: bool(opened[n].problem))
+        }
         heap.trim()
         self._workers = WorkerPool(
             *([*self._files.values()], WORKER_MODULES, open_model),
             keeps_texts=settings.keeps_texts,
-            opened=self._opened if place.forks_workers else None,
+            opened=opened if place.forks_workers else None,
+            options=settings.config.serve,
         )
+        self._tasks = [asyncio.create_task(self._workers.watch())]
         self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
         reports.HERE.address = await self._listener.address()
         self._models: dict[str, ServedModel] = {}
@@ -138,26 +169,27 @@ class IngressServer:
             LoadedAdapters(place.app),
             place.tell_ingresses,
         )
-        for model, handle in zip(models, place.handles, strict=True):
-            self._models[model.id] = self._served_model(model, handle)
+        handles = dict(zip(self._resolved, place.handles, strict=True))
+        for name in self._files:
+            handle = handles.get(name) or NoReplicas(opened[name].problem)
+            self._models[name] = self._served_model(opened[name], handle)
         forget_tokenizers()
         await self._adapters.look()
-        self._watching = asyncio.create_task(self._watch())
+        self._tasks.append(asyncio.create_task(self._watch()))
         self._control = None
         if place.model_host is not None:
             self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
             await self._control.restore()
 
-    def _served_model(self, model: ResolvedModel, handle: ReplicaHandle) -> ServedModel:
-        """A model, whose vocabulary is read, with the way to its engines."""
-        info = self._opened.pop(model.id, None) or open_model(self._files[model.id])
-        if not info.tokenizer.has_template:
-            logger.warning("%s has no chat template. Its chats get ChatML.", model.id)
+    def _served_model(self, info: ModelInfo, handle: ReplicaHandle) -> ServedModel:
+        """A model with the way to its engines."""
+        if not info.problem and not info.tokenizer.has_template:
+            logger.warning("%s has no chat template. Its chats get ChatML.", info.id)
         client = HandleClient(
             handle,
-            info.tokenizer.model.vocabulary_key,
+            b"" if info.problem else info.tokenizer.model.vocabulary_key,
             self._listener,
-            model.id,
+            info.id,
             self._adapters,
             is_on_demand=info.is_on_demand,
         )
@@ -168,8 +200,10 @@ class IngressServer:
         served = {}
         try:
             for model, handle in models:
-                self._files[model.id] = await asyncio.to_thread(_vocabulary_file, model)
-                served[model.id] = await asyncio.to_thread(self._served_model, model, handle)
+                file = await asyncio.to_thread(_vocabulary_file, model)
+                info = await asyncio.to_thread(open_model, file)
+                self._files[model.id] = file
+                served[model.id] = self._served_model(info, handle)
             await self._workers.renew(list(self._files.values()))
         except BaseException:
             for model, _ in models:
@@ -195,6 +229,12 @@ class IngressServer:
             self._place.store,
             self._control,
         )
+
+    async def close(self) -> None:
+        """End the workers, those that hang among them. What they read ends with EngineClosedError."""
+        for task in self._tasks:
+            task.cancel()
+        await self._workers.close()
 
     async def _watch(self) -> None:
         while True:

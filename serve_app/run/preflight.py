@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from serve_app.base.errors import ConfigError
 from serve_app.base.folders import cache_folder
 
 _SOCKET_BYTES = 107
@@ -17,8 +19,18 @@ _TOKEN_SETTINGS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 def missing(*, with_ray: bool = True) -> str | None:
     """The first reason why nothing can be served here, in one line; None if there is none."""
+    return _first(partial(_reasons, Path("/dev/shm"), with_ray=with_ray))
+
+
+def require_cache() -> None:
+    """Raises ConfigError where this process has no folder for logs and profiles."""
+    if (reason := _first(_reasons_of_cache)) is not None:
+        raise ConfigError(reason)
+
+
+def _first(reasons: Callable[[], Iterator[str]]) -> str | None:
     try:
-        return next(_reasons(Path("/dev/shm"), with_ray=with_ray), None)
+        return next(reasons(), None)
     except RuntimeError:  # of pathlib
         return "This user has no home folder. Set HOME to a folder that this user may write to."
 
@@ -28,6 +40,10 @@ def _reasons(shared_memory: Path, *, with_ray: bool) -> Iterator[str]:
         yield from _reasons_of_ray(shared_memory)
     elif not _can_write(Path("/tmp")):
         yield "The temporary folder /tmp cannot be written to."
+    yield from _reasons_of_cache()
+
+
+def _reasons_of_cache() -> Iterator[str]:
     if not _can_write(cache_folder()):
         yield (
             f"Logs and profiles are in {cache_folder()}, which cannot be written to. Set XDG_CACHE_HOME to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -13,10 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from serve_app.base.folders import cache_folder
 
 Content = Mapping[str, Any]
 """What a configuration file of Serve holds."""
+KEEP_ALIVE_S = 620
+"""Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
+load balancers 600 s."""
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
 _PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 
@@ -33,16 +39,33 @@ def is_plain(content: Content) -> bool:
 
 
 def arguments(module: str, about: str | None) -> argparse.Namespace:
-    """The arguments of the program that is this module: a configuration, and the pipe that gets events.
-    With such a pipe, the program ends when the process that started it does."""
+    """The arguments of the program that is this module: a configuration, where to listen instead, and the
+    pipe that gets events. With such a pipe, the program ends when the process that started it does."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("config", type=Path)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
     parser.add_argument("--events", type=int, metavar="FD")
     args = parser.parse_args()
     if args.events is not None:
         threading.Thread(target=_watch_parent, daemon=True).start()
     return args
+
+
+def allow_most_files() -> None:
+    """Let this process and those that it starts have as many files open as the system allows them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def content_of(config: Path, **http: str | int | None) -> dict[str, Any]:
+    """What a configuration file of Serve holds, with these `http_options` that are not None."""
+    content: dict[str, Any] = yaml.safe_load(config.read_text())
+    if given := {name: value for name, value in http.items() if value is not None}:
+        content["http_options"] = (content.get("http_options") or {}) | given
+    return content
 
 
 def tell(events: int | None, kind: str, text: str = "") -> None:

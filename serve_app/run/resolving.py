@@ -54,11 +54,13 @@ def resolve(
     *,
     more_may_come: bool = False,
     n_resolved: int = 0,
+    left_out: dict[str, str] | None = None,
 ) -> list[ResolvedModel]:
     """Decide what the configuration leaves open, from what the model files begin with and from a machine,
     by default this one: all models must fit on it, but of those that are loaded on demand, so many at
     once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
-    and are not in the result. Raises ConfigError that names the model."""
+    and are not in the result. With `left_out`, a model whose files cannot be used is not in the result
+    either, and the reason is put there. Raises ConfigError that names the model."""
     here = here or machine.read_machine()
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
@@ -75,18 +77,25 @@ def resolve(
         try:
             undecided = _resolve(model, share, here, n_places, downloads)
         except (ConfigError, OSError) as error:
-            raise ConfigError(f"models ({model.id}): {error}") from None
+            if left_out is None or not isinstance(error, _FileError):
+                raise ConfigError(f"models ({model.id}): {error}") from None
+            left_out[model.id] = str(error)
+            continue
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
             on_demand = on_demand.beside_others(max_loaded, min(1.0, n_at_once / n_processes))
         resolved.append(replace(undecided, on_demand=on_demand))
+    if left_out and not resolved:
+        raise ConfigError("\n".join(f"models ({name}): {why}" for name, why in left_out.items()))
     return resolved
 
 
-def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
-    """All models of an application but the first `n_resolved`, with nothing left open. Raises
-    ConfigError."""
+def resolve_all(
+    app: AppConfig, n_resolved: int = 0, left_out: dict[str, str] | None = None
+) -> list[ResolvedModel]:
+    """All models of an application but the first `n_resolved`, with nothing left open. `left_out` gets the
+    reasons of those whose files cannot be used, unless that is all. Raises ConfigError."""
     return [
         replace(
             model,
@@ -100,8 +109,48 @@ def resolve_all(app: AppConfig, n_resolved: int = 0) -> list[ResolvedModel]:
             max_loaded=app.max_loaded_models,
             more_may_come=app.manage_models,
             n_resolved=n_resolved,
+            left_out=left_out,
         )
     ]
+
+
+def check_files(app: AppConfig) -> dict[str, str]:
+    """Open the models' files that lie on this machine, as a start does, but without weights. Returns what
+    is wrong, by the models' ids."""
+    problems = {}
+    for model in app.models:
+        try:
+            _check_files(model, app.downloads)
+        except (ConfigError, OSError) as error:
+            problems[model.id] = str(error)
+    return problems
+
+
+def _check_files(model: ModelConfig, downloads: DownloadsConfig) -> None:
+    """Raises ConfigError, OSError."""
+    sources = (draft_source(model), *(one.source for one in model.adapters))
+    for source in (source for source in sources if source is not None and source.path):
+        store.vocabulary(source, downloads)
+    projector, source = model.projector or None, model.source
+    if projector is not None and (projector.path or projector.builtin):
+        with _naming("projector"):
+            ProjectorFile(store.vocabulary(projector, downloads))
+    if source.path or source.builtin:
+        opened = _open_model(model, source, downloads)
+        _with_draft(ModelNeeds.of(opened), opened, model, downloads)
+
+
+class _FileError(ConfigError):
+    """A file of a model cannot be used."""
+
+
+@contextmanager
+def _files() -> Iterator[None]:
+    """Within this, files of a model are looked up and read. Raises _FileError."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        raise _FileError(str(error)) from None
 
 
 def names_its_share(model: ModelConfig) -> bool:
@@ -114,13 +163,18 @@ def names_its_share(model: ModelConfig) -> bool:
 def _resolve(
     model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
 ) -> ResolvedModel:
-    stages, memory_bytes = model.engine.stages, here.memory_bytes // n_models
+    defaults, stages = model_defaults(model.defaults), model.engine.stages
+    memory_bytes = here.memory_bytes // n_models
     if stages == "auto":
-        stages = _fewest_stages(model, memory_bytes, downloads)
+        with _files():
+            stages = _fewest_stages(model, memory_bytes, downloads)
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
-    source, projector, needs = _look_up(model, downloads)
+    with _files():
+        source, projector, needs = _look_up(model, downloads)
+        adapters = tuple(pinned_adapter(one, downloads) for one in model.adapters)
+        draft = pinned_source("engine.draft", draft_source(model), downloads)
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
@@ -142,7 +196,7 @@ def _resolve(
         id=model.id,
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
-        defaults=model_defaults(model.defaults),
+        defaults=defaults,
         source=source,
         downloads=downloads,
         options=options,
@@ -153,9 +207,11 @@ def _resolve(
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
-        adapters=tuple(pinned_adapter(one, downloads) for one in model.adapters),
+        adapters=adapters,
         projector=projector,
-        draft=pinned_source("engine.draft", draft_source(model), downloads),
+        draft=draft,
+        waits_for_requests=model.keep_alive is not None
+        or model.serve.scaling_bound("min_replicas") == 0,
         on_demand=None
         if model.keep_alive is None
         else OnDemandSettings(model.keep_alive, reserved, n_together, has_peers=has_peers),

@@ -23,6 +23,8 @@ _SHARES_OF_MEMORY = {"cache_ram_bytes": 1 / 8, "checkpoint_ram_bytes": 1 / 16}
 """The parts of the memory beside the weights, by the engine's options that bound them."""
 PROCESS_BYTES = 2**29
 """The memory of a replica beside weights and cache, at least: Python, Ray and compute buffers."""
+# The memory that an encoder takes for each pair of a text's tokens, as measured: OpenVINO's masks are most.
+_PAIR_BYTES = 20
 # GGUF's numbers of file types whose matrices llama.cpp computes with as they are mapped: F32, F16, BF16.
 # Most quantised ones it packs anew at the start, into memory of the process.
 _MAPPED_FILE_TYPES = ("0", "1", "32")
@@ -50,6 +52,10 @@ class ModelNeeds:
     """The part of the cache's elements that these layers have."""
     recurrent_bytes: int = 0
     """Bytes of one slot's recurrent layers."""
+    is_encoder: bool = False
+    """Whether tokens see the whole text, which is computed at once, and of which no cache is kept."""
+    makes_vectors: bool = False
+    """Whether the file says how a text's vectors become one."""
     draft_bytes: int = 0
     """Bytes that a draft takes for one slot. A draft model's weights are among `weight_bytes`."""
 
@@ -71,6 +77,8 @@ class ModelNeeds:
             sizes.window,
             sum(sizes.windowed) / max(1, sum(in_all)),
             sizes.recurrent_bytes,
+            is_encoder=not model.is_causal,
+            makes_vectors=model.pooling is not None,
         )
 
     def with_draft(self, draft: ModelNeeds, n_ctx: int) -> ModelNeeds:
@@ -181,6 +189,8 @@ def resolve(
             )
         cache = CacheNeeds.of(config, needs)
         room = _KV_SHARE_OF_MEMORY * left if config.n_ctx is None else math.inf  # it is said
+        if needs.makes_vectors and not needs.is_encoder:
+            room /= 2  # a long text has a cache of its own
         n_pinned = len(config.system_prompts)
         if n_slots is None and n_ctx is None and config.kv_unified is not False:
             n_slots, n_ctx = _pool(n_ctx_slot or 0, cores, cache, room, n_pinned)
@@ -190,6 +200,9 @@ def resolve(
         elif n_ctx_slot is None:
             n_ctx = n_ctx or n_slots * share
             n_ctx_slot = min(needs.n_ctx_train, n_ctx)
+    if needs is not None and needs.is_encoder:
+        n_ctx_slot = _longest_text(config, needs.n_ctx_train, left)
+        n_ctx = n_ctx and max(n_ctx, n_ctx_slot)
     said = {name: value for name, value in config if name in EngineOptions.__slots__}
     return EngineOptions(
         **said
@@ -237,6 +250,15 @@ def _memory_left(
     shared = needs.shared_bytes(config.load_mode)
     of_one = (memory_bytes - shared) // n_replicas - (needs.weight_bytes - shared)
     return max(0, of_one)
+
+
+def _longest_text(config: EngineConfig, n_ctx_train: int, left: int) -> int:
+    """The tokens of a text for an encoder: as many as it was trained for, unless fewer are configured. Half
+    of the memory must have room for one such text, which is computed alone."""
+    if config.n_ctx_slot is not None:
+        return min(config.n_ctx_slot, n_ctx_train)
+    fitting = math.isqrt(int(_KV_SHARE_OF_MEMORY * left) // _PAIR_BYTES)
+    return min(n_ctx_train, config.n_ctx or max(_MIN_DEFAULT_CTX, fitting))
 
 
 def _pool(

@@ -128,6 +128,10 @@ class HandleClient:
         self._load_s = time.monotonic() - began
 
     @property
+    def failure(self) -> CorralError | None:
+        return self._handle.failure
+
+    @property
     def is_loaded(self) -> bool:
         running = self._handle.running()
         if self._is_on_demand:  # its replicas have channels while the model is loaded

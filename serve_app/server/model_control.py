@@ -22,8 +22,9 @@ from serve_app.base.progress import Stage
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import ModelSource
+from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import of_app
-from serve_app.server.model_registry import ServedModel, find
+from serve_app.server.model_registry import ServedModel, find, usable
 from serve_app.store import models as store
 from serve_app.store.remote import RemoteModel
 from serve_app.store.shared_entries import MOST_ADDED, AddedModels, Entry
@@ -160,16 +161,16 @@ class ModelControl:
         served = self._id(name)
         if served is not None and served not in self._added:
             return _success()
-        return self._make(name, {"source": {"repo": name}})
+        return self._make(_usable_id(name), {"source": {"repo": name}})
 
     def create(
         self, name: str, origin: str, changes: Mapping[str, Any]
     ) -> AsyncGenerator[PullProgress]:
         """Serve a model as another one, with changes of some sections of its entry. What is not served yet
         is downloaded. The iterator raises CorralError."""
-        known = self._entry(origin)
+        model_id, known = _usable_id(name), self._entry(origin)
         base = {"source": {"repo": origin}} if known is None else known
-        return self._make(name, _change_entry(base, changes))
+        return self._make(model_id, _change_entry(base, changes))
 
     async def copy(self, name: str, new_name: str) -> None:
         """Serve a model under another name, too. Raises CorralError."""
@@ -205,7 +206,7 @@ class ModelControl:
 
     def pull_later(self, name: str) -> None:
         """Begin a download that nobody waits for. Raises CorralError."""
-        model_id = model_id_of(name)
+        model_id = _usable_id(name)
         if len(self._background) >= _MOST_WAITING:
             raise QueueFullError("Too many models are being downloaded.", 60)
 
@@ -226,11 +227,12 @@ class ModelControl:
     async def events(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of llama-server's GET /models/sse: whatever changes, for an hour at most. Source:
         llama.cpp, tools/server/README.md, "Real-time events"."""
+        may_use = request_context.current().may_use
         states, steps = self._states(), dict(self._steps)
         for _ in range(round(_EVENTS_S / _LOOK_EVERY_S)):
             await asyncio.sleep(_LOOK_EVERY_S)
             for name, step in self._steps.items():
-                if step != steps.get(name):
+                if step != steps.get(name) and may_use(name):
                     yield {"model": name, **_event(step, is_over=name not in self._background)}
             now = self._states()
             for name in states.keys() - now.keys():
@@ -245,13 +247,16 @@ class ModelControl:
     def _states(self) -> dict[str, str]:
         return {
             name: "loaded" if model.engine.is_loaded else "unloaded"
-            for name, model in self._models.items()
+            for name, model in usable(self._models).items()
         }
 
     def cancel(self, name: str) -> bool:
         """End a download that nobody waits for. Returns whether there is one."""
         pulling = self._background.get(model_id_of(name))
-        return pulling is not None and pulling.cancel()
+        if pulling is None:
+            return False
+        _usable_id(name)
+        return pulling.cancel()
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -272,9 +277,9 @@ class ModelControl:
             return None
         return self._added[model_id][0] if model_id in self._added else self._host.entry(model_id)
 
-    async def _make(self, name: str, entry: Entry) -> AsyncGenerator[PullProgress]:
+    async def _make(self, model_id: str, entry: Entry) -> AsyncGenerator[PullProgress]:
         yield PullProgress("pulling manifest")
-        named = {**entry, "id": model_id_of(name), "keep_alive": KEEP_ALIVE}
+        named = {**entry, "id": model_id, "keep_alive": KEEP_ALIVE}
         try:
             model = await self._host.resolve(named)
         except ConfigError as error:
@@ -332,6 +337,13 @@ def model_id_of(name: str) -> str:
     """The id of a model that is added by a name: without a scheme, a revision, and Ollama's `:latest`."""
     shortened = name.removeprefix("https://").removeprefix("http://")
     return shortened.partition("@")[0].rstrip("/").removesuffix(":latest")
+
+
+def _usable_id(name: str) -> str:
+    """The same, if the present caller may use the model. Raises PermissionDeniedError."""
+    model_id = model_id_of(name)
+    request_context.current().check_model(model_id, name)
+    return model_id
 
 
 def _change_entry(entry: Entry, changes: Mapping[str, Any]) -> Entry:

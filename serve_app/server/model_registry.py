@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base.errors import ModelNotFoundError
+from serve_app.base.errors import CorralError, EngineUnavailableError, ModelNotFoundError
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.types import (
     Accepted,
@@ -30,6 +31,9 @@ from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
 from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
+from serve_app.server.http import request_context
+
+logger = logging.getLogger("corral.ingress")
 
 T = TypeVar("T")
 
@@ -66,6 +70,10 @@ class EngineClient(Protocol):
     @property
     def is_loaded(self) -> bool:
         """Whether an engine runs, as far as is known here."""
+
+    @property
+    def failure(self) -> CorralError | None:
+        """The reason why no engine can be started, as far as is known here."""
 
     async def load(self) -> None:
         """Returns when an engine runs. Raises CorralError."""
@@ -133,11 +141,24 @@ class ModelFile:
     """The defaults of the configuration, which take the place of those that the file recommends."""
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    n_ctx_text: int | None = None
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
     senses: Senses = NO_SENSES
     """The kinds of media that the model's projector takes."""
     is_on_demand: bool = False
+    waits_for_requests: bool = False
+    """Whether it may be that no engine runs because nobody has asked."""
+    problem: str = ""
+    """The reason why the model cannot be served, if that is known before its file is read."""
+
+
+class _NoTokenizer:
+    """Stands for the vocabulary of a model that cannot be read. Any use raises EngineUnavailableError."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise EngineUnavailableError(self._problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +167,7 @@ class ModelInfo:
 
     id: str
     n_ctx_slot: int
-    """Tokens that one request may have."""
+    """Tokens that one request may have, and a text to be embedded or ranked."""
     tokenizer: Tokenizer
     aliases: Sequence[str] = ()
     """Other names; `*` is all that no model has."""
@@ -157,9 +178,24 @@ class ModelInfo:
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
-    n_ctx_text: int | None = None
-    """Tokens that a text to be embedded may have, if not as many as a request."""
     is_on_demand: bool = False
+    waits_for_requests: bool = False
+    problem: str = ""
+    """The reason why it is left out, though others are served. Using its tokenizer raises that."""
+
+    @classmethod
+    def left_out(cls, file: ModelFile, problem: str) -> Self:
+        """A model whose file cannot be read. It has its names, so that requests learn the reason."""
+        logger.error("The model %s is left out: %s", file.id, problem)
+        return cls(
+            file.id,
+            file.n_ctx_slot,
+            cast(Tokenizer, _NoTokenizer(f"The model {file.id} is left out: {problem}")),
+            aliases=file.aliases,
+            tags=file.tags,
+            is_on_demand=file.is_on_demand,
+            problem=problem,
+        )
 
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
@@ -167,7 +203,7 @@ class ModelInfo:
         tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         return cls(
             file.id,
-            file.n_ctx_slot,
+            tokenizer.model.most_tokens(file.n_ctx_slot),
             tokenizer,
             aliases=file.aliases,
             tags=file.tags,
@@ -175,13 +211,9 @@ class ModelInfo:
             adapters=file.adapters,
             used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
             media=media,
-            n_ctx_text=file.n_ctx_text,
             is_on_demand=file.is_on_demand,
+            waits_for_requests=file.waits_for_requests,
         )
-
-    @property
-    def longest_text(self) -> int:
-        return self.n_ctx_text or self.n_ctx_slot
 
     @property
     def sees(self) -> bool:
@@ -212,6 +244,17 @@ class ServedModel(ModelInfo):
 M = TypeVar("M", bound=ModelInfo)
 
 
+def open_or_leave_out(file: ModelFile, read: Callable[[ModelFile], ModelInfo]) -> ModelInfo:
+    """The model that `read` makes of a file. If that cannot be read, the model is left out, so that the
+    others go on."""
+    if file.problem:
+        return ModelInfo.left_out(file, file.problem)
+    try:
+        return read(file)
+    except Exception as error:  # of any kind, with a damaged file
+        return ModelInfo.left_out(file, str(error))
+
+
 def active(adapters: Iterable[AdapterUse]) -> Adapters:
     """The adapters that a request is computed with: in one order, and without those that change nothing."""
     return tuple(sorted(one for one in adapters if one.scale != 0))
@@ -219,20 +262,47 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
 
 def find(models: Mapping[str, M], name: str | None) -> M:
     """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
-    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError."""
-    if name is None:
-        return next(iter(models.values()))
-    if name in models:
-        return models[name]
-    candidates = chain(
-        (model for model in models.values() if name in model.aliases),
-        _adapted_models(models.values(), name),
-        _named_like(models.values(), name),
-        (model for model in models.values() if "*" in model.aliases),
-    )
-    if (first := next(candidates, None)) is None:
-        raise ModelNotFoundError(name)
-    return first
+    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError.
+
+    It is the one check of what the present caller may use: no other way leads from a client's name to a
+    model. Raises PermissionDeniedError, also for a name that nobody has and that the caller could not use:
+    so the answer does not tell whether there is such a model. The model has the adapters that the caller
+    may use."""
+    caller = request_context.current()
+    if name is None or name in models:
+        base = model = next(iter(models.values())) if name is None else models[name]
+    else:
+        candidates = chain(
+            ((model, model) for model in models.values() if name in model.aliases),
+            _adapted_models(models.values(), name),
+            ((model, model) for model in _named_like(models.values(), name)),
+            ((model, model) for model in models.values() if "*" in model.aliases),
+        )
+        if (first := next(candidates, None)) is None:
+            caller.check_model(name, name)
+            raise ModelNotFoundError(name)
+        base, model = first
+    caller.check_model(model.id, name)
+    return _with_usable_adapters(model, base.id)
+
+
+def usable(models: Mapping[str, M]) -> dict[str, M]:
+    """The models that the present caller may use, for lists."""
+    caller = request_context.current()
+    return {
+        model_id: _with_usable_adapters(model, model_id)
+        for model_id, model in models.items()
+        if caller.may_use(model_id)
+    }
+
+
+def _with_usable_adapters(model: M, base_id: str) -> M:
+    """The model without the adapters that the present caller may not use."""
+    caller = request_context.current()
+    may_use = {i: a for i, a in model.adapters.items() if caller.may_use(f"{base_id}:{a.id}")}
+    if len(may_use) == len(model.adapters):
+        return model
+    return dataclasses.replace(model, adapters=may_use)
 
 
 def _names(model: ModelInfo) -> tuple[str, ...]:
@@ -261,8 +331,9 @@ def _canonical_name(name: str) -> str:
     return canonical
 
 
-def _adapted_models(models: Iterable[M], name: str) -> Iterator[M]:
+def _adapted_models(models: Iterable[M], name: str) -> Iterator[tuple[M, M]]:
+    """The models of that name with an adapter, each behind the one without."""
     for model in models:
         for adapter in model.adapters.values():
             if name in {f"{one}:{adapter.id}" for one in _names(model)}:
-                yield model.with_adapter(adapter)
+                yield model, model.with_adapter(adapter)

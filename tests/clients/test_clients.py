@@ -17,6 +17,11 @@ _TIMEOUT_S = 200
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_a_client_works(corral: Corral, recipe: Path, tmp_path: Path) -> None:
+    run_client(recipe, tmp_path, corral.url)
+
+
+def run_client(recipe: Path, folder: Path, *arguments: str) -> None:
+    """Run a script with these arguments in a folder of its own; it fails if the client does not work."""
     runs = interpreter(recipe)
     if recipe.suffix == ".mjs" and shutil.which("node") is None:
         pytest.skip("there is no node")
@@ -26,10 +31,10 @@ def test_a_client_works(corral: Corral, recipe: Path, tmp_path: Path) -> None:
     if recipe.suffix == ".mjs":
         script = NODE / recipe.name
         shutil.copy(recipe, script)
-    own = {"HOME": str(tmp_path), "PATH": f"{Path(runs).parent}:{os.environ['PATH']}"}
+    own = {"HOME": str(folder), "PATH": f"{Path(runs).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [runs, script, corral.url],
-        cwd=tmp_path,
+        [runs, script, *arguments],
+        cwd=folder,
         env=own,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from ray.util.metrics import Metric
 from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
 from serve_app.cluster.process import use_rays_exporter
-from serve_app.run.replica.reporting import ReplicaMetrics
+from serve_app.run.replica.reporting import ReplicaMetrics, lost_replicas
 from serve_app.server.usage.key_metrics import KeyMetrics
 from serve_app.server.usage.ledger import COUNTS
 from tests.documents.tables import table
@@ -52,14 +52,15 @@ def metrics() -> str:
     by_key = KeyMetrics()
     by_key.add("a", "m", dict.fromkeys(COUNTS, 0.0))
     exporters = (ReplicaMetrics("m"), by_key)
-    make_with(None)
     values: list[Any] = [value for one in exporters for value in vars(one).values()]
+    values.append(lost_replicas("m"))
+    make_with(None)
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
     rows: dict[str, tuple[str, ...]] = {}
     for one in values:
         if isinstance(one, Metric):
             info = one.info
-            kind = type(one).__name__.lower()
+            kind = type(one).__name__.removeprefix("Ray").lower()
             tags = ", ".join(f"`{tag}`" for tag in info["tag_keys"] if tag != "model")
             name = f"ray_{info['name']}"
             rows[name] = (f"`{name}`", kind, tags, info["description"])

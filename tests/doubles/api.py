@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.apis import api
 from serve_app.config.schema import IngressConfig
@@ -42,10 +43,35 @@ class InProcess:
         return made
 
 
+class _Ends:
+    """A middleware that gives answers without an end one: httpx's ASGITransport knows no others."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_end = True
+
+        async def watch(message: Message) -> None:
+            nonlocal has_end
+            has_end = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        await self._app(scope, receive, watch)
+        if not has_end:
+            await send({"type": "http.response.body"})
+
+
 def build_api(
     models: Mapping[str, ServedModel],
     config: IngressConfig = IngressConfig(),  # noqa: B008
     workers: Workers | None = None,
+    *,
+    breaks: bool = False,
     **parts: Any,
 ) -> FastAPI:
-    return api.build_api(models, config, workers or InProcess(models), **parts)
+    """The application. Unless it `breaks`, streams that fail have an end."""
+    built = api.build_api(models, config, workers or InProcess(models), **parts)
+    if not breaks:
+        built.add_middleware(_Ends)
+    return built

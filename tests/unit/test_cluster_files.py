@@ -27,7 +27,7 @@ from ray.dashboard.modules.reporter import reporter_consts
 from ray.serve._private import constants
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.schema import ServeDeploySchema
-from ray.util.metrics import Counter, Histogram, Metric
+from ray.util.metrics import Histogram, Metric
 
 from serve_app.base.errors import RateLimitError, SlowRequestError
 from serve_app.base.folders import cache_folder
@@ -35,9 +35,9 @@ from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
 from serve_app.cluster import one_machine
 from serve_app.cluster.one_machine import environment_of
-from serve_app.cluster.process import use_rays_exporter
+from serve_app.cluster.process import RayCounter, use_rays_exporter
 from serve_app.config import schema
-from serve_app.run.replica.reporting import ReplicaMetrics
+from serve_app.run.replica.reporting import ReplicaMetrics, lost_replicas
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
@@ -304,22 +304,53 @@ def test_units_find_their_settings() -> None:
     assert len(of_clusters) == 3
 
 
-def test_a_single_server_may_write_where_it_writes() -> None:
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_a_unit_may_write_where_it_writes(unit: Path) -> None:
     """Its variables name folders that systemd makes."""
-    text = (CLUSTER / "systemd/corral.service").read_text()
+    text = unit.read_text()
     (environment,) = re.findall(r"^Environment=(.*)$", text, re.M)
     set_ = dict(one.split("=", 1) for one in environment.split())
     folders = dict(re.findall(r"^(Cache|State|Runtime)Directory=(.*)$", text, re.M))
     assert Path("/var/lib", folders["State"]) == Path(set_["HOME"])
-    assert Path("/run", folders["Runtime"]) == Path(set_["XDG_RUNTIME_DIR"])
+    if "Runtime" in folders:
+        assert Path("/run", folders["Runtime"]) == Path(set_["XDG_RUNTIME_DIR"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", set_["XDG_CACHE_HOME"])
         assert cache_folder() == Path("/var/cache", folders["Cache"])
-    assert "KillMode=mixed" in text.splitlines()  # Ray's processes end when Corral says so
     for line in re.findall(r"^Exec\w+=/opt/corral/\.venv/bin/corral (.*)$", text, re.M):
         command, *words = line.split()
         options = {one for p in _commands()[command].params for one in p.opts}
         assert {word for word in words if word.startswith("-")} <= options
+
+
+def test_rays_processes_end_when_a_single_server_says_so() -> None:
+    assert "KillMode=mixed" in (CLUSTER / "systemd/corral.service").read_text().splitlines()
+
+
+def test_units_are_confined_alike() -> None:
+    """But for /tmp, where Prometheus finds Ray's nodes."""
+    confined = {unit.name: _confinement(unit) for unit in UNITS}
+    single = confined["corral.service"]
+    assert single["ProtectSystem"] == "strict"
+    for name, settings in confined.items():
+        if name in ("corral-head.service", "corral-worker.service"):
+            assert settings.pop("ReadWritePaths") == "/tmp"
+            settings["PrivateTmp"] = "yes"
+        assert settings == single, name
+
+
+def _confinement(unit: Path) -> dict[str, str]:
+    """The settings of systemd.exec's sandbox."""
+    lines = dict(line.split("=", 1) for line in re.findall(r"^\w+=.*$", unit.read_text(), re.M))
+    names = r"Protect|Private|Restrict|ReadWrite|NoNew|Capability|LockP|SystemCall"
+    return {name: value for name, value in lines.items() if re.match(names, name)}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_rates_a_unit_as_confined(unit: Path) -> None:
+    done = _run("systemd-analyze", "security", "--offline=true", "--threshold=37", unit)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _commands() -> dict[str, Any]:
@@ -347,10 +378,15 @@ def test_the_image_is_built_as_the_makefile_builds() -> None:
     assert all((ROOT / name).exists() for name in sent)
 
 
+def panels() -> Iterator[dict[str, Any]]:
+    """Every panel of the dashboard, with those in rows that are closed."""
+    for panel in json.loads((CLUSTER / "monitoring/grafana.json").read_text())["panels"]:
+        yield from (panel, *panel.get("panels", ()))
+
+
 def expressions() -> Iterator[str]:
     """Every PromQL expression of the dashboard, with a value for each of Grafana's variables."""
-    dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
-    for panel in dashboard["panels"]:
+    for panel in panels():
         for target in panel.get("targets", ()):
             yield target["expr"].replace("$__rate_interval", "1m").replace("$model", ".*")
 
@@ -360,6 +396,16 @@ def test_the_dashboard_shows_what_replicas_export() -> None:
     shown = set(re.findall(r"ray_corral_\w+", " ".join(expressions())))
     assert len(shown) > 15
     assert shown - exported() == set()
+
+
+def test_only_the_row_of_ray_needs_ray() -> None:
+    """What `corral serve` exports fills all other panels; tests/e2e/server/test_alerts.py asks one."""
+    dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
+    of_ray = {panel["id"] for row in dashboard["panels"] for panel in row.get("panels", ())}
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            (name, *_) = re.findall(r"\bray_\w+", target["expr"])
+            assert (panel["id"] in of_ray) == (not name.startswith("ray_corral_")), panel["title"]
 
 
 def test_alerts_are_about_what_replicas_export_and_are_documented() -> None:
@@ -380,10 +426,10 @@ def test_alerts_are_about_what_replicas_export_and_are_documented() -> None:
 def exported() -> set[str]:
     """The names of a replica's metrics as Prometheus sees them."""
     use_rays_exporter()
-    values = [*vars(ReplicaMetrics("m")).values()]
+    values = [*vars(ReplicaMetrics("m")).values(), lost_replicas("m")]
     make_with(None)
     values += [one for value in values if isinstance(value, dict) for one in value.values()]
-    suffixes = {Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
+    suffixes = {RayCounter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
     return {
         f"ray_{metric.info['name']}{suffix}"
         for metric in values
@@ -419,7 +465,9 @@ def _assert_kept(ours: Any, theirs: Any, path: str = "") -> None:
         assert ours == theirs, path
 
 
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool here: Debian's package prometheus has it"
+)
 
 
 @needs_promtool
@@ -427,6 +475,21 @@ def test_prometheus_takes_its_configuration() -> None:
     done = _run("promtool", "check", "config", CLUSTER / "monitoring/prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "7 rules found" in done.stdout
+
+
+@needs_promtool
+def test_each_alert_fires_for_its_fault_and_for_nothing_else() -> None:
+    done = _run("promtool", "test", "rules", ROOT / "tests/unit/alerts.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tested() -> None:
+    (group,) = parsed("monitoring/alerts.yml")["groups"]
+    cases = yaml.safe_load((ROOT / "tests/unit/alerts.yml").read_text())["tests"]
+    looks = [look for case in cases for look in case["alert_rule_test"]]
+    for does_fire in (False, True):
+        found = {look["alertname"] for look in looks if bool(look["exp_alerts"]) == does_fire}
+        assert found == {rule["alert"] for rule in group["rules"]}
 
 
 @needs_promtool
@@ -441,18 +504,18 @@ def test_the_dashboards_expressions_are_promql(tmp_path: Path) -> None:
 
 def test_panels_do_not_overlap_and_have_a_source() -> None:
     dashboard = json.loads((CLUSTER / "monitoring/grafana.json").read_text())
-    panels = dashboard["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    all_panels = [*panels()]
+    assert len({panel["id"] for panel in all_panels}) == len(all_panels)
     cells = [
         (x, y)
-        for panel in panels
+        for panel in all_panels
         for at in [panel["gridPos"]]
         for x in range(at["x"], at["x"] + at["w"])
         for y in range(at["y"], at["y"] + at["h"])
     ]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
-    sources = {t["datasource"]["uid"] for panel in panels for t in panel.get("targets", ())}
+    sources = {t["datasource"]["uid"] for panel in all_panels for t in panel.get("targets", ())}
     assert sources == {"${source}"}
     assert [v["name"] for v in dashboard["templating"]["list"]] == ["source", "model"]
 

@@ -255,10 +255,12 @@ def _parameters(description: dict[str, Any], path: str) -> list[set[str]]:
     found: list[set[str]] = [honoured, set(), set(), set()]
     if "requestBody" in operation:
         ((_, content),) = operation["requestBody"]["content"].items()
-        reference = content["schema"].get("$ref", "").rpartition("/")[2]
-        schema = description["components"]["schemas"].get(reference, content["schema"])
-        fields = schema["properties"]
-        for name, field in fields.items():
+        schemas = description["components"]["schemas"]
+        parts = content["schema"].get("anyOf", [content["schema"]])
+        forms = [schemas.get(part.get("$ref", "").rpartition("/")[2], part) for part in parts]
+        of_chats = schemas["ChatCompletionRequest"]["properties"].items() if parts[1:] else ()
+        fields = [one for form in forms for one in form["properties"].items()]
+        for name, field in (one for one in fields if one not in of_chats):
             kind = ["At other values, refused.", "At other values, ignored.", "Changes nothing."]
             said = field.get("description")
             found[kind.index(said) + 1 if said in kind else 0].add(name)

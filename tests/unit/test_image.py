@@ -91,3 +91,7 @@ def test_monitoring_beside_the_image_finds_its_files() -> None:
     scraped = yaml.safe_load((folder / "monitoring/prometheus.yml").read_text())
     (told,) = scraped["scrape_configs"][0]["file_sd_configs"]
     assert f"{environment()['XDG_CACHE_HOME']}/corral/prometheus/*.json" in told["files"]
+    key = scraped["scrape_configs"][0]["authorization"]["credentials_file"]
+    (secret,) = compose["services"]["prometheus"]["secrets"]
+    assert secret == {"source": "prometheus", "target": f"/etc/prometheus/{key}"}
+    assert secret["source"] in compose["secrets"]

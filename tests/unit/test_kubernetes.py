@@ -102,6 +102,13 @@ def test_the_operators_alerts_are_prometheus_own() -> None:
     assert rule["spec"] == yaml.safe_load((folder / "alerts.yml").read_text())
 
 
+def test_kube_prometheus_stack_selects_what_is_for_the_operator() -> None:
+    """By the name of its Helm release, which its chart writes into the selectors of its Prometheus."""
+    for document in render(FOLDER.parent / "monitoring"):
+        if document["kind"] in OPERATORS:
+            assert document["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+
+
 @pytest.mark.parametrize("component", COMPONENTS, ids=lambda path: path.name)
 def test_each_component_fits_the_base(component: Path, tmp_path: Path) -> None:
     documents = with_component(component, tmp_path)

@@ -8,6 +8,7 @@ from loadtests.hostile.attack import KEYED, KEYLESS, Attack
 from loadtests.hostile.attacks import (
     batch,
     block,
+    connections,
     crash,
     grammar,
     hold,
@@ -55,6 +56,7 @@ _ALL: tuple[Attack, ...] = (
     *batch.ATTACKS,
     *mixed.ATTACKS,
     *smuggle.ATTACKS,
+    *connections.ATTACKS,
 )
 ATTACKS = tuple(sorted(_ALL, key=lambda attack: attack.server, reverse=True))
 """Those of one server follow each other: it takes a quarter of a minute to start."""

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from loadtests.hostile.attack import Attack
-from loadtests.hostile.scene import Scene
-from loadtests.hostile.setups import HONEST, KEYS, N_SLOTS
+from loadtests.hostile.scene import CUT, Scene
+from loadtests.hostile.setups import DEMO, ELSEWHERE, HONEST, KEYS, N_SLOTS, SPENT
 
 PATHS = ("a.slot", "../a.slot", "/etc/a.slot", "a/../../b", "..", ".", "a\x00b", "a" * 5000)
 CANARY = "xyzzy quux plugh"
@@ -85,6 +85,60 @@ def live(scene: Scene) -> bytes:
     return got
 
 
+_CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+_NAMING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": _CHAT,
+    "/v1/chat/completions/input_tokens": _CHAT,
+    "/v1/responses": {"input": "a"},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": _CHAT,
+    "/api/chat": _CHAT,
+    "/api/generate": {},
+    "/api/show": {},
+    "/api/embed": {"input": []},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/tokenize": {"content": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/apply-template": _CHAT,
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+}
+_LISTS = ("/v1/models", "/api/tags", "/api/ps", "/v1/stats")
+LEAST_WAIT_S = 60
+
+
+def _other_models(scene: Scene) -> None:
+    """A key asks for a model that it may not use, and for one that nobody has."""
+    for name in (DEMO, f"{DEMO.upper()}:latest", None, "nobody-has-this"):
+        named = {} if name is None else {"model": name}
+        for path, body in _NAMING.items():
+            answer = scene.post(path, body | named, ELSEWHERE)
+            if answer.status not in (403, CUT):
+                scene.found(f"{path} answers {answer.status} for another key's model")
+        for path in ("/props", "/slots", "/metrics", "/lora-adapters"):
+            query = "" if name is None else f"?model={name}"
+            answer = scene.get(path + query, ELSEWHERE)
+            if answer.status not in (403, CUT):
+                scene.found(f"{path} answers {answer.status} for another key's model")
+    for path in _LISTS:
+        if DEMO.encode() in scene.get(path, ELSEWHERE).body:
+            scene.found(f"{path} lists a model that the key may not use")
+
+
+def _long_waits(scene: Scene) -> None:
+    """A key whose budget of the day is used up: its client must not sleep until tomorrow."""
+    for _ in range(3):
+        answer = scene.post("/v1/completions", {"prompt": "a b c", "max_tokens": 4}, SPENT)
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    if answer.status != 429:
+        scene.found(f"a used-up budget gets {answer.status}: this shows nothing")
+    is_long = int(headers.get("retry-after", 0)) > LEAST_WAIT_S
+    if is_long is not (headers.get("x-should-retry") == "false"):
+        scene.found("a client is told to sleep for hours")
+
+
 _ADMIN = "Only a key whose entry says so may: 401 or 403 for all others."
 ATTACKS = (
     Attack(
@@ -115,5 +169,20 @@ ATTACKS = (
         what="An ordinary key looks for what others ask, and who they are.",
         expects="It sees its own only.",
         act=_looking,
+    ),
+    Attack(
+        name="other models",
+        family="operate",
+        what="A key that may use other models names this one, in every protocol, or none.",
+        expects="403, the same as for a model that nobody has, and no list names it.",
+        act=_other_models,
+        is_short=True,
+    ),
+    Attack(
+        name="long waits",
+        family="operate",
+        what="A key whose budget of the day is used up asks again.",
+        expects="429 with `x-should-retry: false`, so that no client sleeps until tomorrow.",
+        act=_long_waits,
     ),
 )

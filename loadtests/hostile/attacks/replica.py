@@ -1,4 +1,4 @@
-"""Attacks that make one replica silent, which must not harm the others."""
+"""Processes that are made silent: one replica, which must not harm the others, and all workers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from loadtests.hostile.attack import KEYLESS, Attack, Bars
 from loadtests.hostile.scene import Scene
@@ -43,6 +44,32 @@ def _stopped(scene: Scene) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
+def _hanging_workers(scene: Scene) -> None:
+    """All processes that read requests are stopped, and requests come."""
+    pids = scene.pids("serve_app.server.workers.worker")
+    if not pids:
+        scene.found("no worker is found: this shows nothing")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    body = {"model": "corral-demo", "prompt": "Hello", "max_tokens": 1}
+    try:
+        while scene.left_s():
+            answer = scene.post("/v1/completions", body)
+            if answer.status >= 500:
+                scene.found(f"{answer.status}, as the workers say nothing")
+            if answer.status == 200 and not any(map(_exists, pids)):
+                return
+        scene.found("workers that are stopped are not replaced")
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 ATTACKS = (
     Attack(
         name="a replica that says nothing",
@@ -54,5 +81,16 @@ ATTACKS = (
         seconds=12.0,
         bars=Bars(),
         is_short=True,
+    ),
+    Attack(
+        name="workers that hang",
+        family="replica",
+        what="All processes that read requests are stopped, their parent among them.",
+        expects="They are replaced, and every request is answered: users wait for that.",
+        act=_hanging_workers,
+        server=KEYLESS,
+        seconds=60.0,
+        least_s=40.0,
+        bars=Bars(ttft_factor=None),
     ),
 )

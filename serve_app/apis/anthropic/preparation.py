@@ -127,7 +127,7 @@ class CountTokensRequest(ModelledRequest):
     )
     _left_out: Set[str] = PrivateAttr(frozenset())
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(min_length=1)]
     system: Texts = Field(default=[])
     tools: AnthropicTools = Field(default=[])
     tool_choice: ToolChoice | None = None

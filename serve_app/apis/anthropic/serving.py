@@ -23,13 +23,10 @@ from serve_app.server.http.errors import ErrorShape, cut
 Json = dict[str, Any]
 
 _PING: Json = {"type": "ping"}
-PING = sse.named_event(_PING)
-"""Anthropic's own, which its clients know: unlike a comment, it reaches those that wait for an event."""
 
 
 @dataclass
 class MessageAnswer(ProtocolAnswer):
-    ping = PING
     id: str
     model: str
     n_prompt: int
@@ -49,6 +46,9 @@ class MessageAnswer(ProtocolAnswer):
         """The events before any text. How much of the prompt was cached is told at the end."""
         usage = usage_body(Usage(self.n_prompt, 0, 0))
         return [{"type": "message_start", "message": self._message(None, usage)}, _PING]
+
+    def waiting(self) -> list[Json]:
+        return [_PING]
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The events of a delta. Those of the last delta tell the end."""

@@ -18,6 +18,7 @@ from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat
 from serve_app.server.answering.requests import MOST_TOKENS, Text, TranslatedChat
+from serve_app.server.http import request_context
 from serve_app.server.http.request_model import RequestModel, parse_body
 from serve_app.server.http.upload_form import UploadForm
 from serve_app.server.media.windows import Window, group
@@ -124,6 +125,8 @@ def windows(models: Models, body: bytes) -> PreparedWindows:
             raise InvalidRequestError("Field required: the form has no file.", "file")
         request = parse_body(TranscriptionRequest, msgspec.json.encode(form.fields))
         by_whisper = order.whisper is not None and request.model in (None, order.whisper)
+        if by_whisper:
+            request_context.current().check_model(str(order.whisper), request.model)
         request = request.check(by_whisper=by_whisper)
         model = None if by_whisper else _hearing(models, request.model)
         part = group(bytes(file), order.start, order.n)
@@ -134,8 +137,8 @@ def windows(models: Models, body: bytes) -> PreparedWindows:
 
 
 def _hearing(models: Models, name: str | None) -> ModelInfo:
-    first = next((model.id for model in models.values() if model.hears), None)
-    model = find(models, first if name is None else name)
+    hearing = {} if name else {model.id: model for model in models.values() if model.hears}
+    model = find(hearing or models, name)
     if not model.hears:
         message = f"The model {model.id!r} does not hear: it has no projector for sound."
         raise NotSupportedError(message, "model")

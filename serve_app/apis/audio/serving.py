@@ -90,7 +90,8 @@ class Transcriber:
         transcript = Transcript(self._models, self._bodies, form, order, self._recognizer)
         await transcript.begin()
         if transcript.group.request.stream:
-            return sse.EventStream(transcript.stream(transcript.texts(), transcript.events))
+            events = transcript.stream(transcript.texts(), transcript.events)
+            return sse.EventStream(events, transcript)
         async with aclosing(transcript.texts()) as texts:
             async for _ in texts:
                 pass
@@ -192,7 +193,7 @@ class Transcript(EventAnswer):
                 await self.begin(start)
                 break
             except RateLimitError as error:
-                if not n_left:
+                if not n_left or error.asks_patience:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
@@ -266,6 +267,9 @@ class Transcript(EventAnswer):
         n_input, n_output = self._n_input, self._n_output
         usage = {"input_tokens": n_input, "output_tokens": n_output}
         return {"type": "tokens", **usage, "total_tokens": n_input + n_output}
+
+    def waiting(self) -> Iterable[Json]:
+        return self.events("")
 
     def events(self, text: str) -> Iterable[Json]:
         yield {"type": "transcript.text.delta", "delta": text}

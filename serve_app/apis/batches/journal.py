@@ -14,7 +14,7 @@ import orjson
 
 from serve_app.apis.batches.objects import LineError
 from serve_app.apis.batches.preparation import BatchLine
-from serve_app.base.databases import transaction
+from serve_app.base.databases import make_private, transaction
 from serve_app.server.workers.worker import MAX_BODY_BYTES
 
 EXPIRED = (
@@ -69,6 +69,7 @@ class BatchJournal:
         self._folder, self._batch_id = folder, batch_id
         self._input = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            make_private(self._path)
             self._db = sqlite3.connect(
                 self._path, timeout=30.0, isolation_level=None, check_same_thread=False
             )
@@ -203,6 +204,7 @@ class BatchJournal:
                 "SELECT answer FROM answers WHERE good = ? ORDER BY n", (good,)
             )
             try:
+                make_private(path)
                 with path.open("wb") as file:
                     for (line,) in results:
                         file.write(line)

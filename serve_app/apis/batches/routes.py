@@ -26,6 +26,7 @@ from serve_app.apis.batches.objects import (
     FileObject,
 )
 from serve_app.apis.batches.store import BatchStore, is_full
+from serve_app.base.databases import make_private
 from serve_app.base.errors import InvalidRequestError, NotSupportedError, StorageFullError
 from serve_app.server.access.bodies import mark_streamed, mark_unread
 from serve_app.server.http import request_context
@@ -177,6 +178,7 @@ async def _receive_form(request: Request, batches: BatchExecutor, arriving: Path
 
 
 def _append(path: Path, data: bytes) -> None:
+    make_private(path)
     with path.open("ab") as file:
         file.write(data)
 

@@ -29,8 +29,13 @@ from serve_app.apis.batches.objects import (
     LineErrors,
     RequestCounts,
 )
-from serve_app.base.databases import transaction
-from serve_app.base.errors import InvalidRequestError, ObjectNotFoundError, RateLimitError
+from serve_app.base.databases import make_private, transaction
+from serve_app.base.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    RateLimitError,
+)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -99,22 +104,34 @@ class BatchStore:
     def __init__(
         self, folder: Path, keep_days: int = 30, clock: Callable[[], float] = time.time
     ) -> None:
-        """Makes the folder, private to this user, if it is not there. Raises OSError."""
+        """Makes the folder, private to this user, if it is not there. Raises OSError, and ConfigError for a
+        damaged database."""
         self._keep_s = keep_days * 86400.0
         self.folder = folder
         self._clock = clock
         for subfolder in (folder, folder / "files", folder / "runs", folder / "arriving"):
             subfolder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._transaction() as db:
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
+        self._path = folder / "batches.sqlite"
+        try:
+            with self._transaction() as db:
+                (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.Error as error:
+            found = str(error)
+        if found != "ok":
+            raise ConfigError(
+                f"ingress.batch.folder: {self._path} cannot be used: {found}. If it is damaged, move "
+                "batches.sqlite* away: a new one begins, without the files and batches of before."
+            )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        path = self.folder / "batches.sqlite"
-        with closing(sqlite3.connect(path, _BUSY_S, isolation_level=None)) as db:
+        make_private(self._path)
+        with closing(sqlite3.connect(self._path, _BUSY_S, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
             with transaction(db):
+                if db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None:
+                    for statement in _SCHEMA.split(";"):
+                        db.execute(statement)
                 yield db
 
     # -- files ------------------------------------------------------------------------------------

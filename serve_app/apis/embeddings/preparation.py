@@ -10,35 +10,40 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     AliasChoices,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
 
-from serve_app.base.errors import InvalidRequestError, NotSupportedError
+from serve_app import __version__
+from serve_app.base.errors import InvalidRequestError, NotSupportedError, TextTooLongError
+from serve_app.prompt.tokenizer import keep_first
 from serve_app.server.answering.messages import ChatCompletionRequest, ChatMessage
-from serve_app.server.answering.preparation import chat_with_media
+from serve_app.server.answering.preparation import chat_with_media, refuse_huge
 from serve_app.server.answering.prompts import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.server.answering.requests import Text
 from serve_app.server.answering.vectors import (
+    MAX_TOKENS,
     ComputedVectors,
+    TextCut,
     Texts,
     TextsToEmbed,
     Vectors,
     check_has_vectors,
     check_makes_embeddings,
     check_texts,
-    cut_text,
     normalize,
     to_embed,
 )
@@ -48,18 +53,50 @@ from serve_app.server.model_registry import ModelInfo, Models, find
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+_INT8_MAX = 127
 _Batch = Field(min_length=1, max_length=MAX_TEXTS)
 
 
-class TextsRequest(ModelledRequest):
+class CutRequest(ModelledRequest):
+    """A request with texts that may be cut."""
+
+    truncate: bool = False
+    """Jina's and text-embeddings-inference's: whether texts that are too long are cut, and not refused. Of
+    a query and a document, the longer one is cut first."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """vLLM's: the tokens of each text that are kept; -1 for as many as the model takes."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's: the side where a text is cut; `right` by default."""
+
+    @property
+    def cut(self) -> TextCut | None:
+        """How texts are cut; None if they are not."""
+        n_most = self.truncate_prompt_tokens
+        if n_most is None and not self.truncate:
+            return None
+        return TextCut(None if n_most == -1 else n_most, self.truncation_side or "right")
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+_Side = Annotated[
+    Literal["left", "right"] | None,
+    Field(validation_alias=AliasChoices("truncation_side", "truncation_direction")),
+    BeforeValidator(_lower),
+]
+"""text-embeddings-inference has another name for the side, and begins it with a capital."""
+
+
+class TextsRequest(CutRequest):
     """Texts, or a chat, of which a model makes numbers."""
 
     input: Annotated[Prompt | None, Field(validation_alias=AliasChoices("input", "content"))] = None
     """A text, token ids and texts mixed, or a text with pictures; or several of them."""
     messages: list[ChatMessage] | None = None
     """vLLM's: a chat in the place of the input, as the model's template writes it."""
-    truncate: bool = False
-    """Jina's: whether texts that are too long are cut, and not refused."""
     user: str | None = None
     """The user whose texts these are, without API keys: the engine is shared fairly among clients."""
 
@@ -104,8 +141,6 @@ class EmbeddingsRequest(TextsRequest):
 class ClassifyRequest(TextsRequest):
     """POST /v1/classify, as vLLM has it."""
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """The first tokens of each text that are kept; -1 for as many as the model takes."""
     use_activation: bool = True
     """Whether the answer has probabilities, and not the classifier's own outputs."""
 
@@ -118,70 +153,143 @@ def _wrong_input() -> InvalidRequestError:
     )
 
 
-class TeiEmbedRequest(ModelledRequest):
+class TeiEmbedRequest(CutRequest):
     """POST /embed, as text-embeddings-inference has it."""
 
     inputs: Text | Annotated[list[Text], _Batch]
     normalize: bool = True
     """Whether vectors have a length of 1."""
-    truncate: bool = False
-    """Whether texts that are too long are cut, and not refused."""
+    truncation_side: _Side = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
     """The instruction before each text, of the model's `defaults.prompts`."""
 
 
+class CohereEmbedRequest(ModelledRequest):
+    """POST /v2/embed."""
+
+    texts: list[Text] | None = None
+    images: list[str] | None = None
+    """Pictures as data URLs."""
+    inputs: list[dict[str, Any]] | None = None
+    """Texts and pictures side by side, as `{"content": [{"type": "text", "text": "A fox."}]}`."""
+    input_type: str | None = None
+    """The name of the instruction before each text, of the model's `defaults.prompts`. A name that the
+    model does not have is ignored."""
+    embedding_types: list[EmbeddingType] | None = None
+    """The forms of the vectors; `float` by default."""
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The tokens of each text that are kept."""
+    truncate: Literal["NONE", "START", "END"] = "END"
+    """The side where a text is cut that has more; `NONE` refuses it."""
+
+    @property
+    def prompts(self) -> list[str | Mixed | MediaPrompt]:
+        """All texts, then pictures, then what has both. Raises InvalidRequestError for none or too many."""
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self.images or ()]
+        mixed = [{"content": [one]} for one in pictures] + (self.inputs or [])
+        prompts = [*(self.texts or ()), *map(plain, mixed)]
+        try:
+            return several(_PROMPTS.validate_python(prompts)) if prompts else []
+        except ValidationError:
+            raise InvalidRequestError("An input has no 'content' that is read.", "inputs") from None
+
+    @property
+    def cut(self) -> TextCut | None:
+        """How texts are cut; None if they are not."""
+        sides: dict[str, TextCut] = {
+            "START": TextCut(self.max_tokens, "left"),
+            "END": TextCut(self.max_tokens, "right"),
+        }
+        return sides.get(self.truncate)
+
+
+_PROMPTS: TypeAdapter[Prompt] = TypeAdapter(Prompt)
+
+
 class Document(RequestModel):
     """A document that is an object, as Cohere's and Jina's clients may send it."""
 
-    text: Text
+    text: str
 
 
-class RerankRequest(ModelledRequest):
+RankingForm = Literal["llama-server", "tei", "sglang", "cohere"]
+"""The form of an answer to a ranking. SGLang's routers send a `rid`, and take a list of scores."""
+
+
+class RerankRequest(CutRequest):
     """POST /v1/rerank."""
 
+    INERT: ClassVar[frozenset[str]] = frozenset({"rid", "user"})
+
     query: Text
-    documents: Annotated[list[Text | Document], _Batch] = Field(
+    documents: Annotated[list[str | Document], _Batch] = Field(
         validation_alias=AliasChoices("documents", "texts")
     )
     """The texts to rank. By the name `texts`, the answer is a list, as from text-embeddings-inference."""
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    """How many of the most relevant to give; all by default."""
+    top_n: Annotated[int | None, Field(ge=1)] = Field(
+        default=None, validation_alias=AliasChoices("top_n", "top_k")
+    )
+    """How many of the most relevant to give; all by default. SGLang's routers name it `top_k`."""
     return_documents: bool = Field(
         default=False, validation_alias=AliasChoices("return_documents", "return_text")
     )
     """Whether the answer repeats the texts."""
-    truncate: bool = False
-    """Whether a query and a document that are too long together are cut, and not refused."""
-    _is_tei: bool = PrivateAttr(default=False)
+    raw_scores: bool | None = None
+    """text-embeddings-inference's: whether scores are the model's own, and not between 0 and 1 by the
+    logistic function. In its form they are not by default, and in others they are."""
+    truncation_side: _Side = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    """Cohere's: the tokens of each document that are kept."""
+    _form: RankingForm = PrivateAttr(default="llama-server")
 
     @model_validator(mode="wrap")
     @classmethod
     def _note_form(cls, data: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
         made = make(data)
-        made._is_tei = isinstance(data, dict) and "texts" in data
+        forms: dict[str, RankingForm] = {"texts": "tei", "rid": "sglang"}
+        if isinstance(data, dict):
+            made._form = next((forms[field] for field in forms if field in data), made._form)
         return made
 
     @property
-    def is_tei(self) -> bool:
-        return self._is_tei
+    def form(self) -> RankingForm:
+        return self._form
 
     @property
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
+    @property
+    def is_logistic(self) -> bool:
+        """Whether scores are between 0 and 1."""
+        return self.form == "tei" if self.raw_scores is None else not self.raw_scores
 
-_Side = Text | Annotated[list[Text], _Batch]
+
+class CohereRerankRequest(RerankRequest):
+    """POST /v2/rerank. Cohere cuts all that is too long, and its scores are between 0 and 1."""
+
+    truncate: bool = True
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = 4096
+    raw_scores: bool | None = False
+
+    @property
+    def form(self) -> RankingForm:
+        return "cohere"
 
 
-class ScoreRequest(ModelledRequest):
+_Texts = str | Annotated[list[str], _Batch]
+
+
+class ScoreRequest(CutRequest):
     """POST /v1/score, as vLLM has it: a query for all documents, or a query for each."""
 
-    queries: _Side = Field(validation_alias=AliasChoices("queries", "text_1"))
-    documents: _Side = Field(validation_alias=AliasChoices("documents", "text_2"))
+    queries: _Texts = Field(validation_alias=AliasChoices("queries", "text_1"))
+    documents: _Texts = Field(validation_alias=AliasChoices("documents", "text_2"))
     use_activation: bool = True
     """Whether scores are between 0 and 1, by the logistic function."""
-    truncate: bool = False
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -215,7 +323,7 @@ def _embeddings(
     _check_dimensions(model, request.dimensions)
     prompt = _prompt(model, request.prompt_name, request.input_type)
     return replace(
-        _texts_to_embed(model, request, prompt, cut=request.truncate),
+        _texts_to_embed(model, request, prompt),
         dimensions=request.dimensions,
         as_base64=request.encoding_format == "base64",
         norm=request.embd_normalize,
@@ -229,31 +337,26 @@ def _check_dimensions(model: ModelInfo, dimensions: int | None) -> None:
         raise InvalidRequestError(message, "dimensions")
 
 
-def _texts_to_embed(
-    model: ModelInfo, request: TextsRequest, instruction: str = "", *, cut: bool
-) -> TextsToEmbed:
+def _texts_to_embed(model: ModelInfo, request: TextsRequest, instruction: str = "") -> TextsToEmbed:
     """The request's texts, or its chat. Raises CorralError."""
     if request.messages is None:
-        texts = to_embed(model, request.texts, "input", instruction, cut=cut)
+        texts = to_embed(model, request.texts, "input", instruction, cut=request.cut)
     else:
         chat = ChatCompletionRequest(
             messages=request.messages, add_generation_prompt=False, continue_final_message=False
         )
         tokens, media = chat_with_media(model, chat, "messages")
-        cut = cut and not media
+        cut = None if media else request.cut
         texts = TextsToEmbed(model.id, check_texts(model, [tokens], "messages", cut=cut), media)
     return replace(texts, user=request.user)
 
 
 def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
     """POST /v1/classify. Raises CorralError."""
-    model, most = find(models, request.model), request.truncate_prompt_tokens
+    model = find(models, request.model)
     _check_has_classifier(model, "classify", "classification")
-    order = _texts_to_embed(model, request, cut=request.truncate or most is not None)
-    if most is not None and most >= 0:
-        texts = tuple(cut_text(model, tokens, most) for tokens in order.texts)
-        order = replace(order, texts=check_texts(model, texts, "truncate_prompt_tokens"))
-    return replace(order, norm=2 if request.use_activation else -1)
+    norm = 2 if request.use_activation else -1
+    return replace(_texts_to_embed(model, request), norm=norm)
 
 
 def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
@@ -263,8 +366,21 @@ def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
     _check_dimensions(model, request.dimensions)
     inputs = [request.inputs] if isinstance(request.inputs, str) else [*request.inputs]
     prompt = _prompt(model, request.prompt_name)
-    made = to_embed(model, inputs, "inputs", prompt, cut=request.truncate)
+    made = to_embed(model, inputs, "inputs", prompt, cut=request.cut)
     return replace(made, norm=2 if request.normalize else -1, dimensions=request.dimensions)
+
+
+def cohere_embed(models: Models, request: CohereEmbedRequest) -> TextsToEmbed:
+    """POST /v2/embed. Raises CorralError."""
+    model, prompts = find(models, request.model), request.prompts
+    check_makes_embeddings(model)
+    _check_dimensions(model, request.output_dimension)
+    if not 0 < len(prompts) <= MAX_TEXTS:
+        raise InvalidRequestError(f"Send 1 to {MAX_TEXTS} texts, images or inputs.", "texts")
+    instruction = _prompt(model, None, request.input_type)
+    made = to_embed(model, prompts, "texts", instruction, cut=request.cut)
+    types = tuple(dict.fromkeys(request.embedding_types or ["float"]))
+    return replace(made, dimensions=request.output_dimension, types=types)
 
 
 def _prompt(model: ModelInfo, name: str | None, hint: str | None = None) -> str:
@@ -285,8 +401,7 @@ class PairsToRank:
     model: str
     texts: Texts
     top_n: int | None = None
-    is_tei: bool = False
-    """Whether the answer is a list."""
+    form: RankingForm = "llama-server"
     documents: tuple[str, ...] | None = None
     """The texts that the answer repeats, if it does."""
     is_logistic: bool = False
@@ -295,24 +410,45 @@ class PairsToRank:
 
 def rerank(models: Models, request: RerankRequest) -> PairsToRank:
     """POST /v1/rerank. Raises CorralError."""
-    pairs = [(request.query, text) for text in request.texts]
-    model, texts = _tokenize_pairs(models, request, pairs)
-    told = tuple(request.texts) if request.return_documents else None
-    return PairsToRank(model.id, texts, request.top_n, request.is_tei, told)
+    model, given = find(models, request.model), request.texts
+    kept = [_first_tokens(model, text, request.max_tokens_per_doc) for text in given]
+    texts = _tokenize_pairs(model, request, [(request.query, text) for text in kept])
+    return PairsToRank(
+        model.id,
+        texts,
+        request.top_n,
+        request.form,
+        tuple(given) if request.return_documents else None,
+        request.is_logistic and not model.tokenizer.model.has_softmax,
+    )
+
+
+def cohere_rerank(models: Models, request: CohereRerankRequest) -> PairsToRank:
+    """POST /v2/rerank. Raises CorralError."""
+    return rerank(models, request)
+
+
+def _first_tokens(model: ModelInfo, text: str, n_most: int | None) -> str:
+    """The text, or its first so many tokens."""
+    if n_most is None or len(text.encode()) <= n_most:
+        return text
+    tokens = model.tokenizer.tokenize(text, False, False)
+    return text if len(tokens) <= n_most else model.tokenizer.decode(tokens[:n_most])
 
 
 def score(models: Models, request: ScoreRequest) -> PairsToRank:
     """POST /v1/score. Raises CorralError."""
-    model, texts = _tokenize_pairs(models, request, request.pairs)
+    model = find(models, request.model)
+    texts = _tokenize_pairs(model, request, request.pairs)
     is_logistic = request.use_activation and not model.tokenizer.model.has_softmax
     return PairsToRank(model.id, texts, is_logistic=is_logistic)
 
 
 def _tokenize_pairs(
-    models: Models, request: RerankRequest | ScoreRequest, pairs: Sequence[tuple[str, str]]
-) -> tuple[ModelInfo, Texts]:
-    """The model, and the tokens of each pair. Raises CorralError."""
-    model = find(models, request.model)
+    model: ModelInfo, request: RerankRequest | ScoreRequest, pairs: Sequence[tuple[str, str]]
+) -> Texts:
+    """The tokens of each pair. Texts are cut before the model's template has them, which ends with what the
+    score is read from. Raises CorralError."""
     _check_has_classifier(model, "rank", "reranking")
     if not model.tokenizer.reranks:
         labels = model.tokenizer.labels
@@ -321,8 +457,14 @@ def _tokenize_pairs(
             f"them says how relevant a text is: {', '.join(labels[:5])}. Use /v1/classify.",
             "model",
         )
-    encoded = [model.tokenizer.encode_pair(*pair) for pair in pairs]
-    return model, check_texts(model, encoded, "documents", cut=request.truncate)
+    cut, encode = request.cut, model.tokenizer.encode_pair
+    most, keep = (model.n_ctx_slot, keep_first) if cut is None else (cut.most(model), cut.keep)
+    for pair in pairs:
+        refuse_huge("documents", sum(map(len, pair)))
+    encoded = [encode(*pair, None if cut is None else most, keep) for pair in pairs]
+    if (longest := max(map(len, encoded))) > most:
+        raise TextTooLongError(longest, most, "documents")
+    return check_texts(model, encoded, "documents")
 
 
 def _check_has_classifier(model: ModelInfo, verb: str, kind: str) -> None:
@@ -370,6 +512,41 @@ def tei_answer(models: Models, body: bytes) -> bytes:
     return encode_json(normalize(vectors, result.norm))
 
 
+def cohere_answer(models: Models, body: bytes) -> bytes:
+    """The answer to POST /v2/embed, as JSON. The body is of `ComputedVectors.pieces`."""
+    result, vectors = ComputedVectors.of(body)
+    unit = normalize(vectors, 2)
+    embeddings = {kind: _TYPES[kind](unit) for kind in result.types}
+    return encode_json(
+        {
+            "id": str(uuid.uuid4()),
+            "embeddings": embeddings,
+            "response_type": "embeddings_by_type",
+            "meta": cohere_meta(input_tokens=result.n_tokens),
+        }
+    )
+
+
+def cohere_meta(**billed: int) -> dict[str, Any]:
+    """Cohere's `meta`, with what would be billed."""
+    return {"api_version": {"version": "2"}, "billed_units": billed}
+
+
+def _as_bits(unit: Vectors) -> NDArray[np.uint8]:
+    return np.packbits(unit > 0, axis=1)
+
+
+_TYPES: dict[str, Callable[[Vectors], Any]] = {
+    "float": lambda unit: unit,
+    "int8": lambda unit: np.rint(unit * _INT8_MAX).astype(np.int8).tolist(),
+    "uint8": lambda unit: (np.rint(unit * _INT8_MAX) + _INT8_MAX).astype(np.uint8).tolist(),
+    "binary": lambda unit: (_as_bits(unit).astype(np.int16) - 128).tolist(),
+    "ubinary": lambda unit: _as_bits(unit).tolist(),
+    "base64": lambda unit: [in_base64(vector) for vector in unit],
+}
+"""The forms of Cohere's answer. Bytes are numbers times 127; bits tell which numbers are above 0."""
+
+
 def classify_answer(models: Models, body: bytes) -> bytes:
     """The answer to POST /v1/classify, as JSON. The body is of `ComputedVectors.pieces`."""
     result, outputs = ComputedVectors.of(body)
@@ -402,6 +579,30 @@ def probabilities(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
     shares: NDArray[np.float64] = np.exp(outputs - outputs.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     return shares
+
+
+def describe_as_tei(model: ModelInfo) -> dict[str, Any]:
+    """GET /info. Source: text-embeddings-inference, router/src/lib.rs, `Info`."""
+    tokenizer = model.tokenizer
+    names = dict(enumerate(tokenizer.labels or ("LABEL_0",)))
+    labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    kind: dict[str, Any] = {"embedding": {"pooling": tokenizer.pooling}}
+    if tokenizer.has_classifier:
+        kind = {"reranker" if tokenizer.reranks else "classifier": labels}
+    return {
+        "model_id": model.id,
+        "model_sha": None,
+        "model_dtype": tokenizer.model.file_type,
+        "model_type": kind,
+        "max_concurrent_requests": MAX_TEXTS,
+        "max_input_length": model.n_ctx_slot,
+        "max_batch_tokens": MAX_TOKENS,
+        "max_batch_requests": None,
+        "max_client_batch_size": MAX_TEXTS,
+        "auto_truncate": False,
+        "tokenization_workers": 1,
+        "version": __version__,
+    }
 
 
 def usage_json(n_tokens: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.base.types import ReplicaStats
+from serve_app.server.http import request_context
 
 _OF_VLLM = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
@@ -23,6 +24,10 @@ _OWN = re.compile(
     rf"^(# \w+ )?ray_corral_({'|'.join(_OF_VLLM)})(_bucket|_sum|_count)?(?=[ {{])(.*)$".encode(),
     re.MULTILINE,
 )
+
+
+_LABEL = re.compile(rb'[{,](model|key)="((?:[^"\\]|\\.)+)"')
+_ESCAPED = re.compile(rb"\\(.)")
 
 
 _Figure = tuple[str, str, float, str]
@@ -88,6 +93,25 @@ def render_as_vllm(model: str, replicas: Sequence[ReplicaStats], exposition: byt
     name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     text = _write_figures("vllm:", figures, f'{{model_name="{name}"}}')
     return text.encode() + b"".join(map(_rename, _OWN.finditer(exposition)))
+
+
+def visible(text: bytes) -> bytes:
+    """The lines of an exposition that the present caller may see: those of models that it may use, and if
+    it is no operator, of its own key."""
+    caller = request_context.current()
+    if caller.account is None or (caller.is_operator and caller.allowed_models is None):
+        return text
+
+    def is_visible(line: bytes) -> bool:
+        labels = {
+            kind: _ESCAPED.sub(lambda escape: escape[1].replace(b"n", b"\n"), value).decode()
+            for kind, value in _LABEL.findall(line)
+            if not line.startswith(b"#")
+        }
+        is_own = caller.is_operator or labels.get(b"key") in (None, caller.key_name)
+        return is_own and (b"model" not in labels or caller.may_use(labels[b"model"]))
+
+    return b"".join(line for line in text.splitlines(keepends=True) if is_visible(line))
 
 
 def _totals(replicas: Sequence[ReplicaStats]) -> Callable[[str], float]:

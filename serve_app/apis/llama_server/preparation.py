@@ -7,6 +7,7 @@ from typing import Any
 
 from serve_app.apis.llama_server.protocol import (
     AdapterChange,
+    AnyTokenizeRequest,
     DetokenizeRequest,
     InfillRequest,
     LlamaCompletionRequest,
@@ -15,9 +16,10 @@ from serve_app.apis.llama_server.protocol import (
     ModelRequest,
     PropsRequest,
     SlotRequest,
+    TokenizeChat,
+    TokenizePrompt,
     TokenizeRequest,
 )
-from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.types import Medium
 from serve_app.server.answering import preparation
@@ -124,9 +126,12 @@ def _infill_prompt(model: ModelInfo, request: InfillRequest) -> tuple[int, ...]:
     return (*extra[max(0, len(extra) - room) :], *prompt)
 
 
-def tokenize(models: Models, request: TokenizeRequest) -> bytes:
+def tokenize(models: Models, request: AnyTokenizeRequest) -> bytes:
     """POST /tokenize: the answer, as JSON. Raises CorralError."""
-    tokenizer = find(models, request.model).tokenizer
+    model = find(models, request.model)
+    if not isinstance(request, TokenizeRequest):
+        return _tokens_as_vllm(model, request)
+    tokenizer = model.tokenizer
     refuse_huge("content", len(request.content))
     grant_memory(2 * CHAR_BYTES * len(request.content))  # for the answer, too
     tokens = tokenizer.tokenize(request.content, request.add_special, request.parse_special)
@@ -138,6 +143,25 @@ def tokenize(models: Models, request: TokenizeRequest) -> bytes:
     )
 
 
+def _tokens_as_vllm(model: ModelInfo, request: TokenizePrompt | TokenizeChat) -> bytes:
+    """The answer in vLLM's form. Source: vLLM, entrypoints/serve/tokenize/protocol.py."""
+    if isinstance(request, TokenizeChat):
+        tokens = preparation.rendered_tokens(model, request, "messages")
+    else:
+        refuse_huge("prompt", len(request.prompt))
+        grant_memory(2 * CHAR_BYTES * len(request.prompt))
+        tokens = model.tokenizer.tokenize(request.prompt, request.add_special_tokens, True)
+    told = request.return_token_strs
+    return encode_json(
+        {
+            "count": len(tokens),
+            "max_model_len": model.n_ctx_slot,
+            "tokens": tokens,
+            "token_strs": list(map(model.tokenizer.model.text_of, tokens)) if told else None,
+        }
+    )
+
+
 def _piece(piece: bytes) -> str | list[int]:
     try:
         return piece.decode()
@@ -146,10 +170,11 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 def detokenize(models: Models, request: DetokenizeRequest) -> bytes:
-    """POST /detokenize: the answer, as JSON. Raises CorralError."""
+    """POST /detokenize: the answer, as JSON, by llama-server's name and by vLLM's. Raises CorralError."""
     model = find(models, request.model)
     refuse_unknown_tokens(model, "tokens", request.tokens)
-    return encode_json({"content": model.tokenizer.decode(request.tokens, special=True)})
+    text = model.tokenizer.decode(request.tokens, special=True)
+    return encode_json({"content": text, "prompt": text})
 
 
 def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
@@ -157,10 +182,9 @@ def apply_template(models: Models, request: ChatCompletionRequest) -> bytes:
     return encode_json({"prompt": preparation.chat_text(find(models, request.model), request)})
 
 
-def slot_request(models: Models, body: bytes) -> tuple[str, str | None]:
-    """POST /slots/{id_slot}: the model's id and the file's name. Raises CorralError."""
-    request = parse_body(SlotRequest, body) if body else SlotRequest()
-    return find(models, request.model).id, request.filename
+def slot_request(models: Models, body: bytes) -> SlotRequest:
+    """POST /slots/{id_slot}. Raises InvalidRequestError."""
+    return parse_body(SlotRequest, body) if body else SlotRequest()
 
 
 def named_model(models: Models, request: ModelRequest) -> str:
@@ -173,20 +197,8 @@ def properties(models: Models, body: bytes) -> None:
     parse_body(PropsRequest, body or b"{}")
 
 
-def adapters(models: Models, body: bytes) -> AdapterChange | None:
-    """POST /lora-adapters: what is to be loaded or unloaded, if anything. Raises CorralError, also for
-    scales: what requests have that say nothing does not change while others run."""
+def adapters(models: Models, body: bytes) -> tuple[AdapterChange | None, tuple[LoraAdapter, ...]]:
+    """POST /lora-adapters: what is to be loaded or unloaded, or scales. Raises InvalidRequestError."""
     if body.lstrip().startswith(b"{"):
-        change = parse_body(AdapterChange, body)
-        found = find(models, change.model)
-        return change.model_copy(update={"model": found.id})
-    known = find(models, None).adapters
-    for adapter in parse_body(list[LoraAdapter], body):
-        if adapter.id not in known:
-            raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
-        if adapter.scale != 0:
-            raise InvalidRequestError(
-                "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
-                "scale",
-            )
-    return None
+        return parse_body(AdapterChange, body), ()
+    return None, tuple(parse_body(list[LoraAdapter], body))

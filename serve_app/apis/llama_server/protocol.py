@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.config.sources import AdapterConfig
+from serve_app.server.answering.messages import ChatCompletionRequest
 from serve_app.server.answering.prompts import MediaPrompt, Prompt, plain, several
 from serve_app.server.answering.requests import MAX_CHOICES, GenerationParams, TokenId
-from serve_app.server.http.request_model import ModelledRequest, RequestModel
+from serve_app.server.http.request_model import AnyMember, ModelledRequest, RequestModel
 
 MAX_TRIGGER_CHARS = 1024
 _TOKEN, _WORD = range(2)
@@ -44,6 +53,7 @@ class LlamaParams(GenerationParams):
     """The common fields of `/completion` and `/infill`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationParams.NEUTRAL,
         "tfs_z": (None, 1),
         "penalize_nl": (None, False),
     }
@@ -140,7 +150,7 @@ class InfillRequest(LlamaParams):
 
 
 class TokenizeRequest(ModelledRequest):
-    """POST /tokenize."""
+    """POST /tokenize in llama-server's form."""
 
     content: str
     add_special: bool = False
@@ -149,6 +159,45 @@ class TokenizeRequest(ModelledRequest):
     """Whether control tokens written out in the text are those."""
     with_pieces: bool = False
     """Whether to give each token's text, or its bytes if they are none."""
+
+
+class TokenizePrompt(ModelledRequest):
+    """POST /tokenize in vLLM's form, of a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    """Whether to begin with BOS, if the model wants it."""
+    return_token_strs: bool = False
+    """Whether to give each token as the vocabulary has it."""
+
+
+class TokenizeChat(ChatCompletionRequest):
+    """POST /tokenize in vLLM's form, of a chat: the prompt that it would be answered from."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ChatCompletionRequest.NEUTRAL,
+        "add_special_tokens": (None, False),
+        "mm_processor_kwargs": (None, {}),
+    }
+
+    return_token_strs: bool = False
+    """Whether to give each token as the vocabulary has it."""
+
+
+def _form(body: Any) -> str:
+    fields = body if isinstance(body, dict) else {}
+    named = (field for field in ("content", "messages", "prompt") if field in fields)
+    return f"by {next(named, 'content')}"
+
+
+AnyTokenizeRequest = Annotated[
+    Annotated[TokenizeRequest, Tag("by content")]
+    | Annotated[TokenizePrompt, Tag("by prompt")]
+    | Annotated[TokenizeChat, Tag("by messages")],
+    Discriminator(_form),
+    AnyMember,
+]
+"""llama-server's form or vLLM's, by the field that has what is to be tokenized."""
 
 
 class DetokenizeRequest(ModelledRequest):

@@ -61,17 +61,16 @@ async def slots(
 async def act_on_slot(
     models: ModelsArgument,
     body: Annotated[
-        tuple[str, str | None],
-        prepare_with(preparation.slot_request, optional=True, kind=SlotRequest),
+        SlotRequest, prepare_with(preparation.slot_request, optional=True, kind=SlotRequest)
     ],
     id_slot: int,
     action: Literal["save", "restore", "erase"],
     replica_id: str | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
-    """Save an idle slot's cache to a file, take it back, or erase it. `replica_id` says whose, if
-    there are several replicas. For operators."""
-    model, filename = body
-    engine = find(models, model).engine
+    """Save an idle slot's cache to a file, take it back, or erase it. The query or the body names the
+    model. `replica_id` says whose slot, if there are several replicas. For operators."""
+    engine, filename = _find_either(models, model, body.model).engine, body.filename
     if (action == "erase") is not (filename is None):
         raise InvalidRequestError("'filename' needs the action save or restore.", "filename")
     answers = await engine.stats()
@@ -91,6 +90,16 @@ async def act_on_slot(
     return {"id_slot": id_slot, "filename": filename, **counts[action], "timings": timings}
 
 
+def _find_either(
+    models: Mapping[str, ServedModel], in_query: str | None, in_body: str | None
+) -> ServedModel:
+    """The model that the query or the body names. Raises InvalidRequestError if they name two models."""
+    model = find(models, in_body if in_query is None else in_query)
+    if in_query is not None and in_body is not None and find(models, in_body).id != model.id:
+        raise InvalidRequestError("The query and the body name different models.", "model")
+    return model
+
+
 @ROUTER.get("/lora-adapters")
 async def lora_adapters(models: ModelsArgument, model: str | None = None) -> list[dict[str, Any]]:
     """A model's LoRA adapters, each with its name as `path`, and the scale that requests have which say
@@ -107,18 +116,28 @@ async def lora_adapters(models: ModelsArgument, model: str | None = None) -> lis
 async def change_lora_adapters(
     models: ModelsArgument,
     change: Annotated[
-        AdapterChange | None,
+        tuple[AdapterChange | None, tuple[LoraAdapter, ...]],
         prepare_with(preparation.adapters, kind=AdapterChange | list[LoraAdapter]),
     ],
+    model: str | None = None,
 ) -> dict[str, bool]:
     """Load one more adapter, or unload one. Or set scales, as at llama-server: only to 0, as each
-    request says what it has. For operators."""
-    if change is not None:
-        engine = find(models, change.model).engine
-        if change.load is not None:
-            await engine.load_adapter(change.load)
-        if change.unload is not None:
-            await engine.unload_adapter(change.unload)
+    request says what it has. The query or the body names the model. For operators."""
+    load_or_unload, scales = change
+    name = None if load_or_unload is None else load_or_unload.model
+    served = _find_either(models, model, name)
+    if load_or_unload is not None and load_or_unload.load is not None:
+        await served.engine.load_adapter(load_or_unload.load)
+    if load_or_unload is not None and load_or_unload.unload is not None:
+        await served.engine.unload_adapter(load_or_unload.unload)
+    for adapter in scales:
+        if adapter.id not in served.adapters:
+            raise InvalidRequestError(f"There is no LoRA adapter {adapter.id}.", "id")
+        if adapter.scale != 0:  # what requests have that say nothing stays while others run
+            raise InvalidRequestError(
+                "Each request sets its own scales, with 'lora' or with the adapter's name in 'model'.",
+                "scale",
+            )
     return {"success": True}
 
 
@@ -164,7 +183,8 @@ async def delete_model(control: ModelControlArgument, model: str) -> dict[str, b
 @ROUTER.get("/models/sse", include_in_schema=False, dependencies=[_LOADING])
 async def model_events(control: ModelControlArgument) -> Response:
     """The progress of downloads, and models that come and go, as server-sent events. For operators."""
-    return EventStream(EventAnswer().stream(control.events(), lambda event: [event]))
+    answer = EventAnswer()
+    return EventStream(answer.stream(control.events(), lambda event: [event]), answer)
 
 
 async def slots_of(model: ServedModel) -> Answers[dict[str, Any]]:
@@ -244,7 +264,7 @@ async def tokenize(
         prepare_with(preparation.tokenize, example={"content": "A fox.", "with_pieces": True}),
     ],
 ) -> Response:
-    """A text's tokens."""
+    """The tokens of a text, or of a chat, as llama-server or vLLM tells them."""
     return bytes_response(answer)
 
 
@@ -254,6 +274,22 @@ async def detokenize(
 ) -> Response:
     """The text of tokens."""
     return bytes_response(answer)
+
+
+@ROUTER.get("/tokenizer_info")
+async def tokenizer_info(models: ModelsArgument, model: str | None = None) -> dict[str, Any]:
+    """What vLLM tells of a tokenizer, by the names of transformers."""
+    served = find(models, model)
+    tokenizer = served.tokenizer
+    template = tokenizer.chat_template
+    return {
+        "tokenizer_class": tokenizer.model.metadata().get("tokenizer.ggml.model", "unknown"),
+        "bos_token": tokenizer.bos if tokenizer.encode("") else None,
+        "eos_token": tokenizer.eos or None,
+        "pad_token": None,
+        "chat_template": template if "{" in template else None,  # or a name that llama.cpp knows
+        "model_max_length": served.n_ctx_slot,
+    }
 
 
 @ROUTER.post("/apply-template")
@@ -332,7 +368,7 @@ async def metrics(models: ModelsArgument, model: str | None = None) -> Response:
     Corral's own behind them."""
     served = find(models, model)
     answers = await served.engine.stats()
-    own = await asyncio.to_thread(exposition)
+    own = llama_metrics.visible(await asyncio.to_thread(exposition))
     text = llama_metrics.render(answers.found, len(answers.missing))
     text += llama_metrics.render_as_vllm(served.id, answers.found, own) + own
     began = {"Process-Start-Time-Unix": str(int(_STARTED_S))}

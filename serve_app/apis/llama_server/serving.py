@@ -28,6 +28,7 @@ class LlamaChoice:
     model: ServedModel
     _text: list[str] = field(default_factory=list)
     _n_tokens: int = 0
+    has_ended: bool = False
     _running: Running = field(default_factory=Running)
 
     def whole(self, delta: TokenDelta) -> Json:
@@ -52,8 +53,13 @@ class LlamaChoice:
         elif delta.text or (delta.token_ids and delta.end is None):
             events.append(self._event(delta.text, delta.token_ids))
         if delta.end is not None:
+            self.has_ended = True
             events.append(self._select_fields(self._final("", [], delta.end)))
         return events
+
+    def silence(self) -> Json:
+        """The event that goes where nothing comes for long."""
+        return self._part("", ())
 
     def _progress(self, progress: PromptProgress) -> Json:
         fields = {"prompt_progress": prompt_progress(progress)}
@@ -211,6 +217,10 @@ class LlamaAnswer(ProtocolAnswer):
     def whole(self, sequences: Sequence[TokenDelta]) -> Json | list[Json]:
         bodies = [choice.whole(own) for choice, own in zip(self.choices, sequences, strict=True)]
         return bodies if self.is_batch else bodies[0]
+
+    def waiting(self) -> list[Json]:
+        running = [choice for choice in self.choices if not choice.has_ended]
+        return [choice.silence() for choice in running[:1]]
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         return self.choices[index].events(delta)

@@ -6,12 +6,14 @@ Source: ollama, api/types.go, `ModelDetails`, `ListModelResponse`, `ShowResponse
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from gguf import LlamaFileType
 
 from serve_app.apis.ollama.protocol import OllamaShowRequest
 from serve_app.apis.ollama.serving import timestamp
+from serve_app.base.errors import EngineUnavailableError
 from serve_app.server.http.request_model import loads
 from serve_app.server.model_registry import ModelInfo, Models, find, full_name
 
@@ -44,9 +46,14 @@ def model_id(models: Models, request: OllamaShowRequest) -> str:
 
 
 def describe_models(models: Models, nothing: bytes) -> dict[str, Json]:
-    """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids. Runs in a worker,
-    as it reads files. Raises OSError if one is gone."""
-    return {model.id: _describe(model) for model in models.values()}
+    """The fields that /api/tags, /api/ps and /api/show tell of the models, by their ids, with an adapter,
+    too. Runs in a worker, as it reads files. A model whose file cannot be read has none."""
+    described: dict[str, Json] = {}
+    for model in models.values():
+        adapted = (model.with_adapter(adapter).id for adapter in model.adapters.values())
+        with suppress(EngineUnavailableError, OSError):
+            described |= dict.fromkeys((model.id, *adapted), _describe(model))
+    return described
 
 
 def _describe(model: ModelInfo) -> Json:

@@ -30,6 +30,7 @@ from serve_app.server.answering.preparation import Chat, refuse_unknown_tokens, 
 from serve_app.server.answering.requests import GenerationParams, TranslatedChat
 from serve_app.server.answering.vectors import (
     ComputedVectors,
+    TextCut,
     TextsToEmbed,
     check_makes_embeddings,
     normalize,
@@ -222,7 +223,8 @@ def _cut(prompt: tuple[int, ...], room: int, num_keep: int | None) -> tuple[int,
 def embed(models: Models, request: OllamaEmbedRequest) -> TextsToEmbed:
     """POST /api/embed. Raises CorralError."""
     model = find(models, request.model)
-    made = _to_embed(model, request.model, request.texts, "input", cut=request.truncate)
+    cut = TextCut() if request.truncate else None
+    made = _to_embed(model, request.model, request.texts, "input", cut)
     dimensions = max(0, request.dimensions or 0) or None  # as in Ollama, those below 1 are all
     return dataclasses.replace(made, dimensions=dimensions, user=request.user)
 
@@ -231,11 +233,11 @@ def embeddings(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed
     """POST /api/embeddings. Raises CorralError."""
     model = find(models, request.model)
     texts = [request.prompt] if request.prompt else []
-    return _to_embed(model, request.model, texts, "prompt", cut=True)
+    return _to_embed(model, request.model, texts, "prompt", TextCut())
 
 
 def _to_embed(
-    model: ModelInfo, name: str | None, texts: list[str], field: str, *, cut: bool
+    model: ModelInfo, name: str | None, texts: list[str], field: str, cut: TextCut | None
 ) -> TextsToEmbed:
     """No texts load the model, which is loaded anyway."""
     check_makes_embeddings(model)

@@ -174,8 +174,8 @@ class OllamaRequest(OllamaModelRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: seconds without news after which a stream sends a space before the next line's JSON;
-    0 and -1: never. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a line without text; 0 and -1: never.
+    Without it, `ingress.sse_ping_interval_s` counts."""
 
     @field_validator("format")
     @classmethod

@@ -18,7 +18,7 @@ from serve_app.apis.ollama import catalogue, preparation, serving
 from serve_app.apis.ollama.preparation import ModelChange, OllamaGeneration, OllamaLoad
 from serve_app.apis.ollama.protocol import OllamaErrorResponse
 from serve_app.apis.ollama.serving import Kind, OllamaAnswer, PullLines
-from serve_app.base.errors import PermissionDeniedError
+from serve_app.base.errors import EngineUnavailableError, PermissionDeniedError
 from serve_app.server.access.bodies import mark_unread
 from serve_app.server.answering import generation
 from serve_app.server.answering.vectors import TextsToEmbed, compute
@@ -32,7 +32,7 @@ from serve_app.server.http.dependencies import (
 )
 from serve_app.server.http.description import CHAT, also, api_router
 from serve_app.server.model_control import ModelControlArgument, PullProgress
-from serve_app.server.model_registry import ServedModel, find, full_name
+from serve_app.server.model_registry import ServedModel, find, full_name, usable
 
 ROUTER = api_router(OllamaErrorResponse)
 """Errors have Ollama's shape: see `serve_app.server.http.errors`. Bodies are read whatever their type is
@@ -151,10 +151,10 @@ Descriptions = dict[str, dict[str, Any]]
 async def _descriptions(request: Request, bodies: BodiesArgument) -> Descriptions:
     """The models' descriptions, which are kept as long as the models stay the same."""
     state = request.app.state
-    files = [model.tokenizer for model in state.models.values()]
+    files = [(model.tokenizer, model.adapters) for model in state.models.values()]
     if getattr(state, "ollama_described", None) != files:
         state.ollama_descriptions = await bodies.work(catalogue.describe_models)
-        state.ollama_described = files
+        state.ollama_described = files if len(state.ollama_descriptions) == len(files) else None
     descriptions: Descriptions = state.ollama_descriptions
     return descriptions
 
@@ -169,10 +169,12 @@ def _entry(name: str, described: dict[str, Any], fields: Iterable[str]) -> dict[
 
 @ROUTER.get("/api/tags")
 async def ollama_tags(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
-    """The models that are served here by all of their names, the default first, Ollama's way."""
+    """The models that you may use by all of their names, the default first, Ollama's way."""
+    models = usable(models)
     aliases = [(name, model.id) for model in models.values() for name in model.aliases]
     names = [(name, name) for name in models] + [entry for entry in aliases if entry[0] != "*"]
-    return {"models": [_entry(name, described[model_id], _LISTED) for name, model_id in names]}
+    listed = [(name, described[model_id]) for name, model_id in names if model_id in described]
+    return {"models": [_entry(name, model, _LISTED) for name, model in listed]}
 
 
 @ROUTER.post("/api/show")
@@ -181,12 +183,15 @@ async def ollama_show(
     described: DescriptionsArgument,
 ) -> Response:
     """The details and capabilities of a model, Ollama's way."""
+    if model_id not in described:
+        raise EngineUnavailableError(f"The file of the model {model_id} cannot be read.")
     return JSONResponse({field: described[model_id][field] for field in _SHOWN})
 
 
 @ROUTER.get("/api/ps")
 async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> dict[str, Any]:
     """The models that have an engine now, Ollama's way."""
+    models = usable(models)
     answers = await asyncio.gather(*(model.engine.stats() for model in models.values()))
     expires_at = serving.timestamp(time.time() + _FOR_EVER_S)
     return {
@@ -194,7 +199,7 @@ async def ollama_ps(models: ModelsArgument, described: DescriptionsArgument) -> 
             _entry(model_id, described[model_id], (*_NAMED, "context_length"))
             | {"expires_at": expires_at, "size_vram": 0}
             for model_id, of_model in zip(models, answers, strict=True)
-            if of_model.found or of_model.missing
+            if model_id in described and (of_model.found or of_model.missing)
         ]
     }
 

@@ -72,10 +72,12 @@ def _envelope(kind: Kind, name: str, content: _Said) -> Json:
 class OllamaLines(EventAnswer):
     """A stream whose events are lines of JSON."""
 
-    ping = b" "
-    """NDJSON has no comments, and readers fail at empty lines. Space before a value belongs to its line,
-    and JSON allows it there."""
     media_type = "application/x-ndjson"
+
+    def ping(self) -> bytes:
+        """NDJSON has no comments, and readers fail at empty lines. Space before a value is its line's,
+        and JSON allows it there."""
+        return b"".join(map(self.encode_event, self.waiting())) or b" "
 
     def failure_event(self, error: CorralError) -> Json:
         return ollama_error_body(error)
@@ -87,14 +89,23 @@ class OllamaLines(EventAnswer):
 class PullLines(OllamaLines):
     """The progress of a download."""
 
+    _told: PullProgress | None = None
+
+    def waiting(self) -> list[Json]:
+        """The last line again."""
+        return [] if self._told is None else [self._line(self._told)]
+
     async def respond(self, steps: AsyncIterator[PullProgress], *, in_lines: bool) -> Response:
         """Answer with all steps as they come, or with the last one. Raises CorralError."""
         if in_lines:
-            lines = self.stream(steps, lambda step: [self._line(step)])
-            return EventStream(lines, ping=self.ping, media_type=self.media_type)
+            return EventStream(self.stream(steps, self._lines), self)
         async for step in steps:
             last = step
         return JSONResponse(self._line(last))
+
+    def _lines(self, step: PullProgress) -> list[Json]:
+        self._told = step
+        return [self._line(step)]
 
     def _line(self, step: PullProgress) -> Json:
         return {name: value for name, value in asdict(step).items() if value is not None}
@@ -116,6 +127,9 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     began: float = field(default_factory=time.perf_counter)
     """When the request came, by `time.perf_counter`."""
     _n_calls: int = 0
+
+    def waiting(self) -> list[Json]:
+        return [_envelope(self.kind, self.name, _Said()) | {"done": False}]
 
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The lines of a delta. The last line of an answer tells the end, and nothing else."""

@@ -30,6 +30,7 @@ from serve_app.server.answering.requests import (
     MaxTokens,
     TokenId,
 )
+from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import ModelInfo, Models, find
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -128,13 +129,34 @@ def completion(models: Models, request: CompletionRequest) -> PreparedCompletion
 def chat(models: Models, request: ChatCompletionRequest) -> Chat:
     """POST /v1/chat/completions. Raises CorralError."""
     model = find(models, request.model)
+    _check_messages(request)
     return preparation.prepare_chat(model, request, request.n_answers, "messages")
 
 
 def input_tokens(models: Models, request: ChatCompletionRequest) -> PromptLength:
     """POST /v1/chat/completions/input_tokens: how many the prompt would have. Raises CorralError."""
     model = find(models, request.model)
+    _check_messages(request)
     return preparation.length(model, request, "messages")
+
+
+def _check_messages(request: ChatCompletionRequest) -> None:
+    if not request.messages:
+        raise InvalidRequestError("'messages' is empty. Send at least one message.", "messages")
+
+
+def render_chat(models: Models, request: ChatCompletionRequest) -> bytes:
+    """POST /v1/chat/completions/render: the prompt's tokens, as JSON. Raises CorralError."""
+    model = find(models, request.model)
+    _check_messages(request)
+    tokens = preparation.rendered_tokens(model, request, "messages")
+    return encode_json(preparation.describe_prompt(tokens))
+
+
+def render_completion(models: Models, request: CompletionRequest) -> bytes:
+    """POST /v1/completions/render: each prompt's tokens, as JSON. Raises CorralError."""
+    prompts = _prompts(find(models, request.model), request)
+    return encode_json([preparation.describe_prompt(tokens) for tokens in prompts])
 
 
 def _prompts(model: ModelInfo, request: CompletionRequest) -> list[tuple[int, ...]]:

@@ -16,6 +16,8 @@ from serve_app.apis.openai.preparation import PreparedCompletion
 from serve_app.apis.openai.serving import Answer, Choice
 from serve_app.server.answering import generation
 from serve_app.server.answering.openai_answers import (
+    AnthropicModelCard,
+    AnthropicModelList,
     InputTokens,
     ModelCard,
     ModelList,
@@ -23,7 +25,7 @@ from serve_app.server.answering.openai_answers import (
     model_cards,
 )
 from serve_app.server.answering.preparation import Chat, PromptLength
-from serve_app.server.http.dependencies import ModelsArgument, prepare_with
+from serve_app.server.http.dependencies import ModelsArgument, bytes_response, prepare_with
 from serve_app.server.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
 from serve_app.server.model_registry import find
 
@@ -97,14 +99,41 @@ async def input_tokens(
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
 
 
+@ROUTER.post("/v1/chat/completions/render")
+async def render_chat(
+    answer: Annotated[bytes, prepare_with(preparation.render_chat, example=CHAT)],
+) -> Response:
+    """The tokens of such a chat's prompt, which vLLM's routers ask for."""
+    return bytes_response(answer)
+
+
+@ROUTER.post("/v1/completions/render")
+async def render_completion(
+    answer: Annotated[
+        bytes, prepare_with(preparation.render_completion, example={"prompt": "A fox."})
+    ],
+) -> Response:
+    """The tokens of each prompt of such a completion, which vLLM's routers ask for."""
+    return bytes_response(answer)
+
+
 @ROUTER.get("/v1/models")
 @ROUTER.get("/models")
-async def list_models(models: ModelsArgument) -> ModelList:
-    """The models that are served here, the default first."""
-    return ModelList(data=model_cards(models))
+async def list_models(request: Request, models: ModelsArgument) -> AnthropicModelList | ModelList:
+    """The models that you may use, the default first. With the header `anthropic-version`, the answer has
+    Anthropic's fields, too."""
+    data = model_cards(models)
+    if "anthropic-version" not in request.headers:
+        return ModelList(data=data)
+    cards = [AnthropicModelCard.of(card) for card in data]
+    ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return AnthropicModelList(data=cards, first_id=ends[0], last_id=ends[1])
 
 
 @ROUTER.get("/v1/models/{model_id:path}")
-async def get_model(models: ModelsArgument, model_id: str) -> ModelCard:
+async def get_model(
+    request: Request, models: ModelsArgument, model_id: str
+) -> AnthropicModelCard | ModelCard:
     """The model with that name."""
-    return model_card(find(models, model_id))
+    card = model_card(find(models, model_id))
+    return AnthropicModelCard.of(card) if "anthropic-version" in request.headers else card

@@ -74,8 +74,16 @@ class Choice:
     def waiting(self) -> Json:
         """The event that goes with news of the prompt: it has no text."""
         is_chat = self.kind == "chat"
-        content = {"delta": {"role": "assistant", "content": None}} if is_chat else {"text": ""}
+        content = {"delta": {"role": "assistant", "content": None}} if is_chat else self._nothing
         return self._body(content, None)
+
+    def silence(self) -> Json:
+        """The event that goes where nothing comes for long."""
+        return self._body(self._nothing, None)
+
+    @property
+    def _nothing(self) -> Json:
+        return {"delta": {}} if self.kind == "chat" else {"text": ""}
 
     def chunks(self, delta: TokenDelta) -> list[Json]:
         """The chunks of a delta; none if there is nothing to tell yet. The end has a chunk of its own,
@@ -85,17 +93,15 @@ class Choice:
         if self.kind == "text":
             lead = self.echo if self.prompt and not self._begun else ""
             contents: list[Json] = [{"text": lead + delta.text}] if lead or parts else []
-            nothing: Json = {"text": ""}
         else:
             contents = [
                 {"delta": part if isinstance(part, dict) else {"content": part}} for part in parts
             ]
-            nothing = {"delta": {}}
         if self.piece and delta.logprobs:
-            contents = contents or [nothing]
+            contents = contents or [self._nothing]
         found = [self._body(content, None) for content in contents[:-1]]
         found += [self._body(content, delta.without_end) for content in contents[-1:]]
-        return found if delta.end is None else [*found, self._body(nothing, delta.only_end)]
+        return found if delta.end is None else [*found, self._body(self._nothing, delta.only_end)]
 
     def _split(self, delta: TokenDelta) -> list[str | Json]:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
@@ -169,6 +175,10 @@ class Answer(ProtocolAnswer):
     def opening(self) -> list[Json]:
         bodies = [choice.opening() for choice in self.choices]
         return [self._chunk(body) for body in bodies if body is not None]
+
+    def waiting(self) -> list[Json]:
+        running = [choice for choice in self.choices if choice.end is None]
+        return [self._chunk(choice.silence()) for choice in running[:1]]
 
     def closing(self) -> list[bytes]:
         usage = [sse.data(self._usage_chunk())] if self.plan.include_usage else []

@@ -12,8 +12,16 @@ from contextlib import aclosing
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
-from serve_app.apis.page.snapshot import NOTHING, Board, Json, difference, without_requests
+from serve_app.apis.page.snapshot import (
+    NOTHING,
+    Board,
+    Json,
+    difference,
+    only_models,
+    without_requests,
+)
 from serve_app.base.errors import EngineClosedError
+from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.http import request_context, sse
 from serve_app.server.http.description import STREAMED, api_router
 from serve_app.server.model_registry import ServedModel
@@ -118,14 +126,18 @@ ROUTER = api_router()
 @ROUTER.get("/v1/live", response_class=StreamingResponse, responses=STREAMED)
 async def live(request: Request) -> Response:
     """Server-sent events, one a second: the first is all that replicas do, the others are what
-    changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. Only
-    operators get the contents of slots."""
+    changes, as JSON merge patches. They end after a minute; a viewer who stays asks again. You get the
+    models that you may use, and only operators the contents of slots."""
     broadcaster: Broadcaster = request.app.state.broadcaster
     caller = request_context.current()
-    seen = dict if caller.is_operator else without_requests
+
+    def seen(view: Json) -> Json:
+        shown = view if caller.allowed_models is None else only_models(view, caller.may_use)
+        return dict(shown) if caller.is_operator else without_requests(shown)
+
     frames = broadcaster.frames(seen, caller.holder)
     also = {"takes_batches": request.app.state.batches is not None, "operates": caller.is_operator}
-    return sse.EventStream(_encode_frames(frames, also))
+    return sse.EventStream(_encode_frames(frames, also), EventAnswer())
 
 
 async def _encode_frames(frames: AsyncGenerator[Json], also: Json) -> AsyncGenerator[bytes]:

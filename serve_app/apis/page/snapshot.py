@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,6 +205,18 @@ def without_requests(view: Json) -> Json:
         for key, fields in view["replicas"].items()
     }
     return view | {"replicas": replicas}
+
+
+def only_models(view: Json, may_use: Callable[[str], bool]) -> Json:
+    """A board's view of some models: their own entries, replicas and events."""
+    if "models" not in view:
+        return view
+    models = {model: fields for model, fields in view["models"].items() if may_use(model)}
+    parts = {
+        part: {key: fields for key, fields in view[part].items() if may_use(fields["model"])}
+        for part in ("replicas", "events")
+    }
+    return view | {"models": models} | parts
 
 
 def _counters(stats: ReplicaStats) -> dict[str, float]:

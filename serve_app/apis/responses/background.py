@@ -55,6 +55,8 @@ class BackgroundResponse:
         self._new: list[Event] = []
         """The events that are in no chunk yet."""
         self._has_ended = False
+        self._told_at = time.monotonic()
+        """When the last event was added."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
@@ -64,6 +66,13 @@ class BackgroundResponse:
         if not self._has_ended:
             self._new.append(event)
             self._has_ended = event.is_last
+            self._told_at = time.monotonic()
+
+    def add_wait(self, interval_s: float) -> None:
+        """Add an event for those who follow it, if it runs and had none for so long."""
+        waited_s = time.monotonic() - self._told_at
+        if self.accepted.done() and 0 < interval_s <= waited_s:
+            self.add(Event.wait())
 
     def fail(self, error: CorralError) -> None:
         """End it, or refuse it if it has not begun."""
@@ -88,10 +97,17 @@ class BackgroundResponse:
 class BackgroundResponses:
     """All of them in one ingress. For its event loop."""
 
-    def __init__(self, store: ResponseStore, open_requests: OpenRequests, kept_s: float) -> None:
-        """`kept_s`: the seconds that responses are kept after their ends; 0 keeps none."""
+    def __init__(
+        self,
+        store: ResponseStore,
+        open_requests: OpenRequests,
+        kept_s: float,
+        wait_interval_s: float,
+    ) -> None:
+        """`kept_s`: the seconds that responses are kept after their ends; 0 keeps none. Who follows one is
+        told to wait after so many silent seconds; 0 and less: never."""
         self.open_requests = open_requests
-        self._store, self._kept_s = store, kept_s
+        self._store, self._kept_s, self._wait_interval_s = store, kept_s, wait_interval_s
         self._responses: dict[str, BackgroundResponse] = {}
         self._telling: asyncio.Task[None] | None = None
         self._putting: dict[str, asyncio.Task[None]] = {}
@@ -162,6 +178,8 @@ class BackgroundResponses:
 
     async def _tell(self) -> None:
         responses = list(self._responses.values())
+        for response in responses:
+            response.add_wait(self._wait_interval_s)
         appends = [response.news() for response in responses]
         go_on = await self._store.append(appends)
         for response, append, goes_on in zip(responses, appends, go_on, strict=True):

@@ -70,6 +70,11 @@ class ResponsesRequest(AnswerParams):
         "prompt": (None,),
         "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
+        # SGLang's router adds these to each request.
+        "priority": (None, 0),
+        "top_k": (None, -1),
+        "min_p": (None, 0),
+        "repetition_penalty": (None, 1),
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset(
         {"conversation", "moderation", "prompt", "top_logprobs"}
@@ -229,6 +234,17 @@ def input_tokens(models: Models, body: bytes) -> PromptLength | After:
         return read
     _, _, chat, model = read
     return preparation.length(model, chat, "input")
+
+
+def render(models: Models, body: bytes) -> bytes | After:
+    """POST /v1/responses/render, maybe behind a record: the tokens, as JSON. Raises CorralError."""
+    read = _read_request(models, body)
+    if isinstance(read, After):
+        return read
+    _, _, chat, model = read
+    return encode_json(
+        preparation.describe_prompt(preparation.rendered_tokens(model, chat, "input"))
+    )
 
 
 def _read_request(

@@ -18,7 +18,7 @@ from serve_app.apis.responses import preparation, serving
 from serve_app.apis.responses.background import BackgroundResponses
 from serve_app.apis.responses.preparation import After, PreparedResponse, ResponsesRequest
 from serve_app.apis.responses.serving import ResponseAnswer
-from serve_app.apis.responses.store import Event, Owner, StoredRequest
+from serve_app.apis.responses.store import Event, Owner, StoredRequest, StoredResponse
 from serve_app.base.errors import (
     CorralError,
     InvalidRequestError,
@@ -133,9 +133,12 @@ async def responses(
         if fields["store"]:
             responses.prepare()
         deltas = await generation.start(model, [request])
-        entries = _log(deltas, stored, owner, responses if fields["store"] else None)
+        answer.log = []
+        keeper = responses if fields["store"] else None
+        entries = _log(deltas, stored, owner, answer.log, keeper)
     if wanted.stream:
-        return sse.EventStream(answer.stream(entries, answer.take), wanted.sse_ping_interval)
+        told = answer.stream(entries, answer.tell)
+        return sse.EventStream(told, answer, wanted.sse_ping_interval)
     return sse.json_response(await serving.collect(answer, entries))
 
 
@@ -147,6 +150,12 @@ async def response_input_tokens(
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))
+
+
+@ROUTER.post("/v1/responses/render")
+async def render_response(answer: Annotated[bytes, _continue_with(preparation.render)]) -> Response:
+    """The tokens of such a response's prompt, which vLLM's routers ask for."""
+    return bytes_response(answer)
 
 
 @ROUTER.get("/v1/responses/{response_id}", responses=STREAMED)
@@ -161,18 +170,18 @@ async def get_response(
 ) -> Response:
     """A response as far as it is; `stream` sends its events, those behind the number
     `starting_after`, from its beginning and then as they come."""
-    stored = await responses.find(response_id, key())
+    stored, request = await _stored(responses, response_id)
     if not stream:
         return bytes_response(
             await bodies.work(preparation.response_json, *preparation.record(stored))
         )
-    request = StoredRequest.unpack(stored.stored_request)
     answer = preparation.answer_to(
         models, request, obfuscates=include_obfuscation, after=starting_after
     )
     with responses.open_requests.count(request_context.current().holder):
         pass  # a refusal has a status here
-    return sse.EventStream(answer.stream(_follow_response(responses, response_id), answer.take))
+    entries = _follow_response(responses, response_id)
+    return sse.EventStream(answer.stream(entries, answer.tell), answer)
 
 
 @ROUTER.delete("/v1/responses/{response_id}")
@@ -188,8 +197,8 @@ async def cancel_response(
     responses: ResponsesArgument, bodies: BodiesArgument, response_id: str
 ) -> Response:
     """End a response that is made in the background. One that has ended stays as it is."""
-    stored = await responses.find(response_id, key())
-    if not StoredRequest.unpack(stored.stored_request).is_background:
+    _, request = await _stored(responses, response_id)
+    if not request.is_background:
         raise InvalidRequestError("Cannot cancel a synchronous response.")
     await responses.cancel(response_id, key())
     stored = await responses.find(response_id, key())
@@ -206,9 +215,20 @@ async def response_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """The conversation that a response answers, that of `previous_response_id` included."""
-    stored = await responses.find(response_id, key())
+    stored, _ = await _stored(responses, response_id)
     query = orjson.dumps([order, limit, after]) + b"\n"
     return bytes_response(await bodies.work(preparation.page, query, *preparation.record(stored)))
+
+
+async def _stored(
+    responses: BackgroundResponses, response_id: str
+) -> tuple[StoredResponse, StoredRequest]:
+    """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if
+    the caller may use its model no more."""
+    stored = await responses.find(response_id, key())
+    request = StoredRequest.unpack(stored.stored_request)
+    request_context.current().check_model(request.model, request.model)
+    return stored, request
 
 
 async def _follow_response(
@@ -221,10 +241,14 @@ async def _follow_response(
 
 
 async def _log(
-    deltas: Deltas, stored: StoredRequest, owner: Owner, responses: BackgroundResponses | None
+    deltas: Deltas,
+    stored: StoredRequest,
+    owner: Owner,
+    entries: list[Event],
+    responses: BackgroundResponses | None,
 ) -> AsyncGenerator[Event]:
-    """The log of a response that ends when its client leaves. It is kept before its end is told."""
-    entries: list[Event] = []
+    """The log of a response that ends when its client leaves, which `entries` has too. It is kept before
+    its end is told."""
     try:
         async for _, delta in deltas:
             entries.append(Event(time.time(), delta))

@@ -79,6 +79,8 @@ class ResponseAnswer(EventAnswer):
             "reasoning": _SUMMARY if self._has_summary else _REASONING,
         }
         self._n_items = self._n_events = self._n_reasoning = 0
+        self.log: list[Event] | None = None
+        """The log that this answer is written to as it is made. Its events are numbered by that."""
         self._running = Running()
 
     def opening(self) -> list[Json]:
@@ -91,12 +93,28 @@ class ResponseAnswer(EventAnswer):
     def encode_event(self, event: Json) -> bytes:
         return sse.named_event(event) if event["sequence_number"] > self._after else b""
 
+    def ping(self) -> bytes:
+        """Who reads the log later counts the same events. The log of a response that others make is theirs,
+        and so are its signs of life."""
+        if self.log is None or (self.log and self.log[-1].is_last):
+            return sse.PING
+        self.log.append(Event.wait())
+        return b"".join(map(self.encode_event, self.take(self.log[-1])))
+
     def take(self, entry: Event) -> list[Json]:
         """The events of what came of it."""
+        if entry.is_wait:
+            return [self._event("in_progress", response=self.whole() | {"status": "in_progress"})]
         self._at, self.status = int(entry.at), "in_progress"
         if entry.delta is not None:
             return self.events(entry.delta)
         return [self._cancel() if entry.error is None else self.failure_event(entry.error)]
+
+    def tell(self, entry: Event) -> list[Json]:
+        """As `take`. Raises the error of a response that failed, with which a stream breaks."""
+        if entry.error is not None:
+            raise entry.error
+        return self.take(entry)
 
     def events(self, delta: TokenDelta) -> list[Json]:
         """The events of a delta. The last event of the last delta tells the whole response. As at

@@ -70,6 +70,16 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     error: CorralError | None = None
     """Neither a delta nor an error: it was cancelled."""
 
+    @classmethod
+    def wait(cls) -> Event:
+        """The entry that says that nothing came for long."""
+        return cls(time.time(), TokenDelta("", ()))
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether nothing came."""
+        return self.delta == TokenDelta("", ())
+
     @property
     def is_last(self) -> bool:
         """Whether that is its end."""

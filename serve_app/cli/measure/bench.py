@@ -1,6 +1,6 @@
 """Measures the engine alone, without Ray and HTTP, by the number of sequences.
 
-    corral bench --model MODEL.gguf --sequences 1,4,16
+    corral bench MODEL.gguf --sequences 1,4,16
 
 The backends get the same prompts and take turns, each in a process of its own. Every round has fresh random
 prompts, the same in every invocation, so that nobody finds a prefix in its cache. All processes stay open
@@ -113,10 +113,8 @@ def report(results: Mapping[int, Mapping[str, Mapping[str, float | None]]]) -> s
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="corral bench", description=__doc__)
-    parser.formatter_class = benchmark.HelpFormatter
-    model = "a GGUF file, instead of the built-in model"
-    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL, help=model)
+    parser = benchmark.Parser(prog="corral bench", description=__doc__)
+    parser.add_model(benchmark.MODEL, type=Path, default=BUILTIN_MODEL)
     backends = benchmark.list_of(benchmark.choice(*get_args(KernelsName)))
     compared = "the backends that are compared"
     parser.add_argument("--backends", type=backends, default=("llama.cpp",), help=compared)
@@ -153,7 +151,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    benchmark.check_files(args.model)
+    args.model = benchmark.model_file(args.model)
     facts = benchmark.machine(args.model, args.threads)
     try:
         prompts = benchmark.Prompts(text_tokens(args.model))

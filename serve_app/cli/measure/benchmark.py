@@ -7,6 +7,7 @@ compared: the ways of one round. They take turns (A B C, C B A, ...), so that no
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import platform
 import random
@@ -17,11 +18,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import typer
+
+from serve_app.base.errors import ConfigError
 
 SEED = 20
+MODEL = "a GGUF file, or a Hugging Face repository as OWNER/NAME or OWNER/NAME:QUANT"
 
 Prompt = tuple[int, ...]
 
@@ -106,16 +111,71 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([_row(header), _row(["---"] * len(header)), *map(_row, rows)])
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of each option that has one, and the description as it is written."""
+class Parser(argparse.ArgumentParser):
+    """The arguments of a command that is a program of its own. Its help looks like the other commands'."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if isinstance(default, tuple):
-            default = ",".join(map(str, default))
-        if not action.option_strings or default in (None, "", argparse.SUPPRESS):
-            return action.help
-        return f"{action.help} (default: {default})".replace("%", "%%")
+    def add_model(self, what: str, **options: Any) -> None:
+        """Take MODEL as the other commands do, or as `--model MODEL`, with these options of an argument."""
+        self.add_argument("--model", help=argparse.SUPPRESS, **options)
+        options |= {"default": None, "action": _OwnArgument}
+        self.add_argument("model", nargs="?", metavar="MODEL", help=what, **options)
+
+    def print_help(self, file: Any = None) -> None:
+        def command(**_: object) -> None:
+            """Is never called: Typer reads its signature."""
+
+        shown = [one for one in self._actions if one.help != argparse.SUPPRESS]
+        signature = inspect.Signature([_parameter(one) for one in shown if one.dest != "help"])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        app = typer.Typer(
+            rich_markup_mode="markdown",
+            add_completion=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )
+        app.command(help=self.description)(command)
+        app(["--help"], prog_name=self.prog, standalone_mode=False)
+
+
+class _OwnArgument(argparse.Action):
+    """An argument that leaves the option of its name alone where it is not given."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _name: Any = None) -> None:
+        if values is not None:
+            setattr(namespace, self.dest, values)
+
+
+def _parameter(action: argparse.Action) -> inspect.Parameter:
+    """An argument as Typer knows it: its names, its default as a text, and what it is."""
+    default, what = action.default, action.help or ""
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    has_default = default not in (None, "", argparse.SUPPRESS)
+    what = f"{what[:1].upper()}{what[1:]}."
+    if action.option_strings:
+        told = typer.Option(*action.option_strings, help=what)
+    else:
+        told = typer.Argument(metavar=str(action.metavar or action.dest).upper(), help=what)
+    kind: Any = bool if action.nargs == 0 else str
+    if kind is str:
+        default = str(default) if has_default else None
+        kind = str if has_default or action.required else str | None
+    if action.required:
+        default = inspect.Parameter.empty
+    keyword, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[kind, told]
+    return inspect.Parameter(action.dest, keyword, default=default, annotation=annotation)
+
+
+def model_file(model: Path) -> Path:
+    """The file of what MODEL names, downloaded first if it has to be. Ends the program if there is none."""
+    from serve_app.cli.config_file import named_model
+    from serve_app.config.sources import DownloadsConfig, ModelSource
+    from serve_app.store.models import locate
+
+    try:
+        source = ModelSource.model_validate(named_model(str(model)).source)
+        return locate(source, DownloadsConfig(), lambda _: None)
+    except ConfigError as error:
+        sys.exit(str(error))
 
 
 def usable_cores() -> int:

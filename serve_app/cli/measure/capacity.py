@@ -31,7 +31,7 @@ import httpx2
 import yaml
 
 from serve_app.cli.measure import benchmark
-from serve_app.cli.measure.benchmark import SEED, HelpFormatter, number_between
+from serve_app.cli.measure.benchmark import SEED, Parser, number_between
 from serve_app.cli.measure.outcomes import (
     ABORTED,
     COMPLETE,
@@ -302,8 +302,8 @@ def _starts(server: subprocess.Popen[bytes], url: str) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="corral capacity", description=__doc__)
-    parser.formatter_class = HelpFormatter
+    parser = Parser(prog="corral capacity", description=__doc__)
+    parser.add_model("the model that is asked; by default the server's first", default="")
     add, slo = parser.add_argument, "what users should get"
     add("--slo", type=parse_slo, default="ttft_p95=2s,itl_p95=150ms", help=slo)
     where = parser.add_mutually_exclusive_group()
@@ -318,7 +318,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     most = "the highest number of users that is tried"
     add("--most", type=number_between(1, 5000), default=256, help=most)
     add("--seed", type=int, default=SEED, help="decides what is asked")
-    add("--model", default="", help="the model that is asked; by default the server's first")
     return parser.parse_args(argv)
 
 

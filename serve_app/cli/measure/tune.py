@@ -1,6 +1,6 @@
 """How a model is served fastest on this machine: format, backend, threads, drafts, cache. No Ray, no HTTP.
 
-    corral tune --model MODEL-f16.gguf --users 4
+    corral tune MODEL-f16.gguf --users 4
 
 First, llama.cpp makes a file of each format of yours, and keeps them in FOLDER. All are served by the
 engine in turns, A B C, C B A, each in a process of its own. A text is read by all: its perplexity, and how
@@ -279,11 +279,10 @@ def advice(best: Variant, *, is_given: bool) -> str:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's settings; `sequences` has the number of users, too."""
-    parser = argparse.ArgumentParser(prog="corral tune", description=__doc__)
-    parser.formatter_class = benchmark.HelpFormatter
+    parser = benchmark.Parser(prog="corral tune", description=__doc__)
+    parser.add_model(f"{benchmark.MODEL}; best F16 or BF16", type=Path)
     add, folder = parser.add_argument, folders.cache_folder() / "tuned"
     formats = benchmark.list_of(benchmark.choice(*quantising.FORMATS))
-    add("--model", type=Path, required=True, help="a GGUF file, best F16 or BF16")
     add("--formats", type=formats, default=FORMATS, help="the formats that are tried")
     users = "requests at once, for which the fastest is chosen"
     add("--users", type=benchmark.number_between(1, 64), default=4, help=users)
@@ -306,6 +305,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, default=folder, help="where the made files stay")
     add("--json", type=benchmark.new_file, default=None, help="a file for all figures")
     args = parser.parse_args(argv)
+    if args.model is None:
+        parser.error("MODEL is needed: the file to make others of.")
     args.sequences = tuple(sorted({*args.sequences, args.users}))
     return args
 
@@ -313,7 +314,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables and the advice, write the files."""
     args = parse_args(argv)
-    benchmark.check_files(args.model, args.draft, args.text)
+    args.model = benchmark.model_file(args.model)
+    benchmark.check_files(args.draft, args.text)
     users, threads = args.users, args.threads
     load = TuneLoad(args.sequences, args.prompt_tokens, args.max_tokens, args.rounds, threads)
     facts = benchmark.machine(args.model, threads)

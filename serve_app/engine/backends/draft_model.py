@@ -60,7 +60,7 @@ class LlamaDraft:
             return Profile()
         folder, name = options.profile_folder, _profile_key(options, self._model)
         kept = profile_cache.load(folder, name, Profile)
-        if kept is not None:
+        if kept is not None and not (options.measures_again and profile_cache.is_disturbed([kept])):
             return kept
         limit_s = min(_ENOUGH_S, _PROFILING * options.profile_limit_s)
         profiler = Profiler(
@@ -72,8 +72,7 @@ class LlamaDraft:
         )
         in_turns([profiler], limit_s / 2)
         profiler.rest(limit_s / 2)
-        if profile_cache.is_worth_keeping([profiler.profile]):
-            profile_cache.save(folder, name, profiler.profile)
+        profile_cache.save(folder, name, profiler.profile)
         logger.info("Measured the draft model %s.", self._model.path.name)
         return profiler.profile
 

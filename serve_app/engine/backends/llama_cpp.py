@@ -117,7 +117,8 @@ def _decode_tile(
 
 
 class LlamaEmbeddings:
-    """Vectors of texts, from a second context on the model's weights. It is made at the first call.
+    """Vectors of texts, from a second context on the model's weights. It is made at the first call, and
+    made anew at the first text that is longer than a slot's share.
 
     Sequence 0 keeps what it was fed until a row at position 0 begins another text there; all others are
     empty again after every batch.
@@ -135,10 +136,9 @@ class LlamaEmbeddings:
     def shape(self) -> EmbeddingShape:
         model, options = self._model, self._options
         rows = max(_ENOUGH_ROWS, _LOGITS_BYTES // (4 * model.n_vocab))
-        n_text = options.n_ctx_share
-        if not model.is_causal:  # all of a text goes into one batch, and its positions are a table
-            n_text = rows = min(n_text, model.n_ctx_train)
-        n_rows = min(rows, options.n_batch) if model.is_causal else rows
+        n_text = model.most_tokens(options.n_ctx_slot)
+        # All of an encoder's text goes into one batch; a long one is alone in it.
+        n_rows = min(rows, options.n_batch) if model.is_causal else min(options.n_ctx_share, n_text)
         # Each sequence of recurrent layers takes memory of its own.
         n_seq_max = _TEXTS_AT_ONCE if not model.is_recurrent else options.n_slots
         pooling = model.pooling_with(options.embedding_pooling)
@@ -175,34 +175,46 @@ class LlamaEmbeddings:
 
     def _context_for(self, rows: Sequence[Row]) -> Context:
         """The context, in which sequence 0 is empty if these rows begin another text there."""
-        if self._context is None:
-            self._context = self._open()
+        n_text = max(position for _, position, _, _ in rows) + 1
+        if self._context is None or n_text > self._context.n_ctx_slot:
+            self._context = self._open(n_text)
         if any(position == 0 and seq_id == 0 for _, position, seq_id, _ in rows):
             self._context.truncate(0, 0)
             self._positions.cut(0, 0)
         return self._context
 
-    def _open(self) -> Context:
-        shape = self.shape
-        return Context(
+    def _open(self, n_text: int) -> Context:
+        """A context for a text of so many tokens, with what sequence 0 has in the present one, which is
+        closed first. Raises ConfigError."""
+        shape, state = self.shape, None if self._context is None else self._context.save(0)
+        self.close()
+        longest = shape.n_text
+        if shape.causal and n_text <= self._options.n_ctx_share:
+            longest = self._options.n_ctx_share
+        n_rows = shape.n_rows if shape.causal else longest
+        context = Context(
             self._model,
             ContextOptions(
                 n_seq_max=shape.n_seq_max,
-                n_ctx_slot=shape.n_text,
-                n_batch=shape.n_rows,
-                n_outputs=shape.n_rows,
+                n_ctx_slot=longest,
+                n_batch=n_rows,
+                n_outputs=n_rows,
                 threads=self._options.threads,
                 flash_attn=self._flash_attn,
                 kv_unified=True,
-                n_ctx=shape.n_text + shape.n_rows,
+                n_ctx=longest + n_rows,
                 pooling="rank" if shape.pooling == "rank" else "none",
                 stored_from=self._plan.kernels.stored_from,
             ),
         )
+        if state is not None:
+            context.restore(0, state)
+        return context
 
     def close(self) -> None:
         if self._context is not None:
             self._context.close()
+        self._context = None
 
 
 class LlamaStates:

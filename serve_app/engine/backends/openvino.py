@@ -184,7 +184,7 @@ class OpenVinoBackend:
             n_blocks=n_blocks,
             threads=options.threads,
             n_texts=_TEXTS_AT_ONCE,
-            n_text_blocks=self._n_blocks_slot + _TEXTS_AT_ONCE + _n_blocks(options.n_batch),
+            n_text_blocks=_n_blocks(options.n_ctx_slot + options.n_batch) + _TEXTS_AT_ONCE,
             cache_type=cache_type,
         )
         layers: Layers
@@ -224,7 +224,7 @@ class OpenVinoBackend:
         shape = EmbeddingShape(
             n_rows=options.n_batch,
             n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
-            n_text=options.n_ctx_share,
+            n_text=options.n_ctx_slot,
             pooling=model.pooling_with(options.embedding_pooling),
             causal=True,
         )

@@ -15,6 +15,7 @@ from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.choice.rating import alike, comparison, fastest, fill_profile, request_s
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
+from serve_app.engine.costs.profile_cache import is_disturbed
 from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
 from serve_app.kernels.llama.context import Context
 from serve_app.kernels.llama.model import Model
@@ -37,16 +38,21 @@ def load_or_measure(
     plan: Plan, options: EngineOptions, report: Report, measure: Callable[[], CachePlan]
 ) -> CachePlan:
     """The cache's part of the plan: as an earlier start kept it, or as measured now, and kept."""
-    if plan.cache is not None:
-        return plan.cache
+    kept = plan.cache
+    if kept is not None and not (options.measures_again and is_disturbed([kept.profile])):
+        return kept
     report(Stage("measuring", limit_s=options.profile_limit_s))
+    logger.info("Measuring batches, %g s at most.", options.profile_limit_s)
     began, cache = time.perf_counter(), measure()
     logger.info("Measured batches in %.1f s.", time.perf_counter() - began)
-    if not plan.keep(options.profile_folder, cache):
+    plan.keep(options.profile_folder, cache)
+    if is_disturbed([cache.profile]):
         logger.warning(
-            "Other programs computed during the measurement, which got %.0f%% of its threads' time. "
-            "It is not kept for the next start.",
+            "Other programs computed during the measurement, which got %.0f%% of its threads' time. %s.",
             100 * cache.profile.share,
+            "The next start measures again"
+            if options.measures_again
+            else "What is learned while the model serves betters it",
         )
     return cache
 

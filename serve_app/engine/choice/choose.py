@@ -5,7 +5,8 @@
 3. With the weights of the winner loaded, modes of llama.cpp's cache (`caches.py`).
 
 Candidates are rated by the seconds of a request (`rating.py`). Of those that are about as fast as the
-fastest, the first in the list wins. The plan is kept for later starts, unless other programs disturbed it.
+fastest, the first in the list wins. The plan is kept for later starts. One that other programs disturbed
+is measured again by a start that nobody waits for.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     )
     folder = options.profile_folder
     with profile_cache.alone(folder, name):
-        plan = profile_cache.load(folder, name, Plan) or Plan(name=name)
+        kept = profile_cache.load(folder, name, Plan)
+        plan = kept or Plan(name=name)
         if options.backend == "openvino":
             return replace(plan, kernels=OPENVINO)
-        if not plan.is_certain:
+        if kept is None or (options.measures_again and not plan.is_certain):
             plan = _measure_kernels(plan, path, options, refusal, has_room, report)
-            if plan.is_certain:
-                profile_cache.save(folder, name, plan)
+            profile_cache.save(folder, name, plan)
     plan = replace(plan, kernels=plan.llama_cpp, why=plan.reason, converts=False)
     if not plan.openvino:
         return plan
@@ -157,7 +158,7 @@ def _fastest(
     limit_s = min(_EACH_S * len(measured), options.profile_limit_s)
     report(Stage("measuring", limit_s=limit_s))
     found = apart(kernels_profiles, path, options, measured, limit_s)
-    is_certain = profile_cache.is_worth_keeping(found)
+    is_certain = not profile_cache.is_disturbed(found)
     profiles = alike(dict(zip(measured, found, strict=True)))
     if BOTH in candidates and (both := join_profiles(profiles[REPACKED], profiles[AS_STORED])):
         profiles[replace(BOTH, stored_from=both[0])] = both[1]

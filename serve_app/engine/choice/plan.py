@@ -107,13 +107,11 @@ class Plan:
         """The part that is measured with the weights loaded, if it is known."""
         return self.caches.get(str(self.kernels))
 
-    def keep(self, folder: Path | None, cache: CachePlan) -> bool:
-        """Have later starts begin with that; False if it is not good enough."""
-        is_good = profile_cache.is_worth_keeping([cache.profile])
-        if is_good and self.name:
+    def keep(self, folder: Path | None, cache: CachePlan) -> None:
+        """Have later starts begin with that."""
+        if self.name:
             caches = {**self.caches, str(self.kernels): cache}
             profile_cache.save(folder, self.name, replace(self, caches=caches))
-        return is_good
 
 
 LLAMA_CPP_PLAN, OPENVINO_PLAN = Plan(), Plan(OPENVINO)

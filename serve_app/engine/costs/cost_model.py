@@ -7,9 +7,9 @@ cache those of other sequences count, too, as far as the kernel does not skip wh
 
 The profile has bases and slopes as they were measured. Factors of these are learned from each batch. One
 is for the speed of all batches, one for each measured base, and one for the slopes of each kind of batch.
-Each moves by a part of the forecast's error, as large as its own part of the forecast is. Source: Widrow
-and Hoff, "Adaptive Switching Circuits", 1960; errors are bounded as in Huber, "Robust Estimation of a
-Location Parameter", 1964.
+Their logarithms are the state of a Kalman filter. It corrects what a forecast was most likely wrong about,
+as it knows how unsure each factor is. Sources: Kalman, "A New Approach to Linear Filtering and Prediction
+Problems", 1960. Errors are bounded as in Huber, "Robust Estimation of a Location Parameter", 1964.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
-# The parts of an error by which the speed moves, and the base or the slopes that a forecast consists of.
-# Few batches tell of slopes, and each tells of all.
-_SPEED, _BASE, _SLOPES = 0.2, 0.2, 0.6
-# The most that counts of an error, as a logarithm: more may be a hiccup. One that stays is learnt anyway.
-_MOST_ERROR = 0.45
+import numpy as np
+
+# The variance of a batch's time about its forecast, relatively. An error counts up to so many standard
+# deviations: more may be a hiccup. One that stays is learnt anyway.
+_NOISE, _MOST_DEVIATIONS = 0.08**2, 2.0
+# The variances of factors at first: of the speed, the bases, and the slopes.
+_SPEED, _BASE, _SLOPES = 0.01, 0.02, 1.0
+# What an error that is too large to be noise adds to the speed's: the machine may have changed.
+_CHANGED = 0.06
+# The part of what was learned that each batch has forgotten: of the speed, and of all factors.
+_SOON, _LATE = 0.14, 0.001
+# Where no slope was measured, so many tokens before the rows double what a batch takes: hardly any, until
+# more is learned.
+_DOUBLING_DEPTH = 300_000
 # Up to so many rows, kernels like multiples of the second number; beyond the last one, of _LARGE_STEP.
 _ROW_STEPS = ((64, 4), (128, 8), (256, 16))
 _LARGE_STEP = 32
@@ -62,21 +72,62 @@ def envelope(times: Mapping[int, float], *, by_row: bool = True) -> dict[int, fl
     }
 
 
-class Curve:
-    """Seconds by number of rows and depth, at the speed of the measurement: straight between what was
-    measured, and beyond."""
+class Factors:
+    """What measured numbers are multiplied with, as logarithms, and their covariance: a Kalman filter."""
 
-    def __init__(self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int) -> None:
+    def __init__(self) -> None:
+        self.logs: list[float] = []
+        """All 0 at first. The first one is the speed."""
+        self._covariance, self._begun = np.zeros((0, 0)), np.zeros(0)
+        self.add(_SPEED)
+
+    def add(self, variance: float) -> int:
+        """Add a factor that is so unsure; returns its index."""
+        self.logs.append(0.0)
+        self._covariance = np.pad(self._covariance, (0, 1))
+        self._covariance[-1, -1] = variance
+        self._begun = np.append(self._begun, variance)
+        return len(self.logs) - 1
+
+    def learn(self, parts: Mapping[int, float], error: float) -> None:
+        """Learn from the logarithm of a time to its forecast. `parts` are those of the forecast that grow
+        with each factor, by its index."""
+        variances = np.einsum("ii->i", self._covariance)
+        forgotten = np.maximum(0.0, self._begun - variances)
+        variances += _LATE * forgotten
+        variances[0] += _SOON * forgotten[0]
+        growth = np.zeros(len(self.logs))
+        growth[list(parts)] = list(parts.values())
+        shared = self._covariance @ growth
+        variance = _NOISE + float(growth @ shared)
+        most = _MOST_DEVIATIONS * math.sqrt(variance)
+        gains = shared / variance
+        self.logs = (self.logs + gains * max(-most, min(most, error))).tolist()
+        if abs(error) <= most:
+            self._covariance -= np.outer(gains, shared)
+        else:
+            variances[0] += _CHANGED
+
+
+class Curve:
+    """Seconds by number of rows and depth: straight between what was measured, and beyond."""
+
+    def __init__(
+        self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int, factors: Factors
+    ) -> None:
         """What is thought too fast is tried and learned, what is thought too slow never is: so batches
-        begin at the `envelope`."""
-        self.measured = sorted(shallow)
+        begin at the `envelope`. How far a size is above it is how unsure it is."""
+        self.measured, self._factors = sorted(shallow), factors
         self._bases = list(envelope(shallow, by_row=False).values())
+        doubts = (math.log(shallow[n] / s) for n, s in zip(self.measured, self._bases, strict=True))
+        self._base_factors = [factors.add(_BASE + doubt**2) for doubt in doubts]
         added_s = {n: max(0.0, deep[n] - shallow[n]) for n in deep if n in shallow}
         self._attending = [0, *sorted(added_s)] if added_s else []
         """The numbers of rows of which a slope is known: none for no rows."""
         self._slopes = [added_s.get(n, 0.0) / max(1, depth) for n in self._attending]
-        self._deeper = 1.0
-        """The factor of all slopes."""
+        self._least_slope = min((s / n for n, s in shallow.items()), default=0.0) / _DOUBLING_DEPTH
+        """Seconds that each row may take for a token before it, whatever was measured."""
+        self._slope_factor = factors.add(_SLOPES)
         self._lines: dict[int, tuple[float, float]] = {}
         """The seconds without tokens before the rows, and those that each such token adds, by number of
         rows. A step asks for some twenty."""
@@ -89,26 +140,39 @@ class Curve:
         return base_s + n_past * slope_s
 
     def _line(self, n_rows: int) -> tuple[float, float]:
-        base_s = sum(weight * self._bases[i] for i, weight in _interpolate(self.measured, n_rows))
-        line = self._lines[n_rows] = base_s, self._deeper * self._slope_s(n_rows)
+        bases, slope_s = self._terms(n_rows)
+        speed = math.exp(self._factors.logs[0])
+        line = self._lines[n_rows] = speed * sum(bases.values()), speed * slope_s
         return line
+
+    def _terms(self, n_rows: int) -> tuple[dict[int, float], float]:
+        """The terms of the base by the index of their factor, and the slope, all without the speed."""
+        logs = self._factors.logs
+        bases = dict[int, float]()
+        for i, weight in _interpolate(self.measured, n_rows):
+            index = self._base_factors[i]
+            bases[index] = weight * math.exp(logs[index]) * self._bases[i]
+        return bases, math.exp(logs[self._slope_factor]) * self._slope_s(n_rows)
 
     def times(self, n_past: float = 0) -> dict[int, float]:
         """Seconds of all numbers of rows that were measured."""
         return {n: self.seconds(n, n_past) for n in self.measured}
 
-    def learn(self, n_rows: int, n_past: float, error: float) -> None:
-        """Learn from the logarithm of the time of a batch to its forecast."""
-        base_part = self.seconds(n_rows, 0) / self.seconds(n_rows, n_past)
-        for i, weight in _interpolate(self.measured, n_rows):
-            self._bases[i] *= math.exp(_BASE * min(1.0, weight) * base_part * error)
-        self._deeper *= math.exp(_SLOPES * (1 - base_part) * error)
+    def parts(self, n_rows: int, n_past: float) -> dict[int, float]:
+        """The parts of a forecast that grow with each factor, by its index."""
+        bases, slope_s = self._terms(n_rows)
+        terms = bases | {self._slope_factor: n_past * slope_s}
+        return {0: 1.0} | {index: s / sum(terms.values()) for index, s in terms.items()}
+
+    def forget_lines(self) -> None:
+        """Compute all times anew, as factors have changed."""
         self._lines.clear()
 
     def _slope_s(self, n_rows: int) -> float:
         """Seconds that a token before so many rows adds, as measured. Fewer rows than were measured attend
         for themselves, too."""
-        return sum(weight * self._slopes[i] for i, weight in _interpolate(self._attending, n_rows))
+        measured = sum(w * self._slopes[i] for i, w in _interpolate(self._attending, n_rows))
+        return max(measured, n_rows * self._least_slope)
 
 
 def _interpolate(points: Sequence[int], x: int) -> list[tuple[int, float]]:
@@ -160,12 +224,11 @@ class CostModel:
 
     def begin(self, profile: Profile) -> None:
         """Predict by that profile from now on, and learn anew, of another kind of cache."""
-        self._speed = 1.0
-        """The factor of measured seconds: other programs may have the cores, or clocks are slower."""
-        self._profile, depth = profile, profile.depth
-        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth)
-        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth)
-        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth)
+        self._profile, depth, factors = profile, profile.depth, Factors()
+        self._factors = factors
+        self._decode = Curve(profile.decode_s, profile.deep_decode_s, depth, factors)
+        self._prefill = Curve(profile.prefill_s, profile.deep_prefill_s, depth, factors)
+        self._verify = Curve(profile.verify_s, _deep_verify_s(profile), depth, factors)
         self._splits: dict[tuple[tuple[int, ...], int, frozenset[int]], tuple[int, ...]] = {}
         self._retried: set[int] = set()
         self._n_seen = 0
@@ -181,19 +244,19 @@ class CostModel:
 
     def decode_s(self, n_rows: int, n_past: float = 0) -> float:
         """Seconds to compute `n_rows` tokens of decoding sequences that have `n_past` tokens each."""
-        return self._speed * self._decode.seconds(n_rows, n_past)
+        return self._decode.seconds(n_rows, n_past)
 
     def verify_s(self, n_sequences: int, n_drafted: int, n_past: float) -> float:
         """Seconds to compute the next token of each sequence, and so many drafted ones behind each."""
         n_rows = n_sequences * (n_drafted + 1)
         if n_sequences > 1 or n_drafted == 0 or not self._verify.measured:
             return self.decode_s(n_rows, n_past)
-        return self._speed * self._verify.seconds(n_rows, n_past)
+        return self._verify.seconds(n_rows, n_past)
 
     def prefill_s(self, n_rows: int, n_past: float) -> float:
         """Seconds to compute `n_rows` of a prompt that has `n_past` tokens in the cache. In a unified one,
         these are of whatever sequences, as kernels see all rows alike."""
-        return self._speed * self._prefill.seconds(n_rows, n_past)
+        return self._prefill.seconds(n_rows, n_past)
 
     def batch_s(self, n_rows: int, n_past: float) -> float:
         """Seconds that a batch of so many rows may take, whatever they are of; 0 if none was measured."""
@@ -201,10 +264,12 @@ class CostModel:
 
     @property
     def prompt_token_s(self) -> float:
-        """Seconds that one more prompt token takes, in chunks as large as pays."""
+        """Seconds that one more prompt token takes in a large chunk. It is the median of the larger half of
+        what was measured: the least of many is the one whose measurement was luckiest."""
         if not self._prefill.measured:
             return 0.0
-        return min(self.prefill_s(n, 0) / n for n in self._prefill.measured)
+        large = self._prefill.measured[len(self._prefill.measured) // 2 :]
+        return median(self.prefill_s(n, 0) / n for n in large)
 
     def chunk(
         self,
@@ -314,12 +379,11 @@ class CostModel:
         self._learn(self._prefill, n_rows, n_past, seconds)
 
     def _learn(self, curve: Curve, n_rows: int, n_past: float, seconds: float) -> None:
-        expected_s = self._speed * curve.seconds(n_rows, n_past)
+        expected_s = curve.seconds(n_rows, n_past)
         if expected_s > 0 and seconds > 0:
-            error = math.log(seconds / expected_s)
-            error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
-            self._speed *= math.exp(_SPEED * error)
-            curve.learn(n_rows, n_past, error)
+            self._factors.learn(curve.parts(n_rows, n_past), math.log(seconds / expected_s))
+            for each in (self._decode, self._prefill, self._verify):
+                each.forget_lines()
 
     def yardsticks(self, most: int) -> dict[int, float]:
         """Seconds of prompts of up to so many rows with nothing before them, by number of rows."""
@@ -343,7 +407,7 @@ class CostModel:
     ) -> dict[int, float]:
         """The present seconds of a curve's sizes, or of those that were measured deep."""
         times = curve.times(0 if deep is None else self._profile.depth)
-        return {n: self._speed * s for n, s in times.items() if deep is None or n in deep}
+        return {n: s for n, s in times.items() if deep is None or n in deep}
 
     def curve(self) -> dict[str, dict[int, float]]:
         """The times known now, in milliseconds by number of rows, with an empty cache."""

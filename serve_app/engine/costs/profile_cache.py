@@ -21,7 +21,7 @@ from serve_app.engine.costs.cost_model import Profile
 logger = logging.getLogger("corral.engine")
 
 _FORMAT = 10
-# A profile is not kept if its threads had less of their time: something else computed. Ray and its start
+# A profile is disturbed if its threads had less of their time: something else computed. Ray and its start
 # take a fifth of two cores.
 _ALONE = 0.75
 # The options that the time of batches depends on, or the choice between kinds of batches.
@@ -76,9 +76,9 @@ def alone(folder: Path | None, name: str) -> AbstractContextManager[object]:
     return FolderLocks(folder).alone(f"{name}.lock", wait=True)
 
 
-def is_worth_keeping(profiles: Iterable[Profile]) -> bool:
-    """Whether later starts may begin with these profiles, instead of measuring again."""
-    return all(profile.share >= _ALONE for profile in profiles)
+def is_disturbed(profiles: Iterable[Profile]) -> bool:
+    """Whether other programs computed while one of these profiles was measured."""
+    return any(profile.share < _ALONE for profile in profiles)
 
 
 def _processor() -> str:

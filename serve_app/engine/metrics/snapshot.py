@@ -83,7 +83,7 @@ _Group = TypeVar("_Group", bound="DataclassInstance")
 def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     """A snapshot: it does not change with its parts."""
     options, cache, counts = core.options, core.cache, core.counts
-    setup = core.backend.setup
+    setup, shape = core.backend.setup, core.backend.embeddings.shape
     guests = Counter({name: n for guest in core.guests for name, n in guest.counts.items()})
     mode = setup.mode
     n_running, n_waiting = (
@@ -92,7 +92,7 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     )
     return EngineStats(
         n_slots=options.n_slots,
-        n_ctx_slot=options.n_ctx_slot,
+        n_ctx_slot=options.n_ctx_slot if shape.causal else shape.n_text,
         n_ctx=options.n_ctx_together,
         compute=ComputeStats(
             backend=setup.kernels,

@@ -181,8 +181,8 @@ class ForecastErrors:
         return self.n_close / self.n if self.n else 0.0
 
     def learn(self, forecast_s: float, seconds: float) -> None:
-        """Learn from a time whose forecast, without any correction, was so long. Long ones count more: a
-        short forecast leaves out what is always there."""
+        """Learn from a time whose forecast, without any correction, was so long. The first ones count
+        alike, and long ones more: a short forecast leaves out what is always there."""
         if forecast_s <= 0 or seconds <= 0:
             return
         error = math.log(seconds / forecast_s) - self._mean
@@ -190,7 +190,7 @@ class ForecastErrors:
         self.n += 1
         self.n_close += abs(ratio - 1) <= _CLOSE
         self._ratios += ratio
-        weight = _NEWEST * min(1.0, forecast_s)
+        weight = max(_NEWEST, 1 / (1 + self.n)) * min(1.0, forecast_s)
         self._mean = min(_MOST_WRONG, max(-_MOST_WRONG, self._mean + weight * error))
         self._deviation += weight * (min(_MOST_WRONG, abs(error)) - self._deviation)
 

@@ -195,6 +195,11 @@ class Model:
                 found[key] = value
         return found
 
+    def most_tokens(self, n_ctx_slot: int) -> int:
+        """The tokens that a request or a text may have, where so many are configured. An encoder's
+        positions may be a table, which has no more than those that it was trained for."""
+        return n_ctx_slot if self.is_causal else min(n_ctx_slot, self.n_ctx_train)
+
     def meta_int(self, key: str, default: int) -> int:
         """The metadata value at `{architecture}.key` as an integer, or the default."""
         value = self.meta(f"{self.architecture}.{key}")
@@ -489,7 +494,7 @@ class Model:
         """The template of a reranking model, with `{query}` and `{document}` in it, if the file has one."""
         return self.meta("tokenizer.chat_template.rerank")
 
-    def encode_pair(self, query: str, document: str) -> list[int]:
+    def encode_pair(self, query: Sequence[int], document: Sequence[int]) -> list[int]:
         """The tokens for a reranking model without a template: BOS query EOS SEP document EOS, as
         far as the vocabulary wants those; llama-server's rules."""
         sep = llama_cpp.llama_vocab_sep(self._vocab)
@@ -497,11 +502,7 @@ class Model:
         ends *= llama_cpp.llama_vocab_get_add_eos(self._vocab)
         begins = [self.bos] * llama_cpp.llama_vocab_get_add_bos(self._vocab)
         between = [*ends, *[sep] * llama_cpp.llama_vocab_get_add_sep(self._vocab)]
-        asked, told = (
-            self.tokenize(text, add_special=False, parse_special=False)
-            for text in (query, document)
-        )
-        return [t for t in (*begins, *asked, *between, *told, *ends) if t is not None]
+        return [t for t in (*begins, *query, *between, *document, *ends) if t is not None]
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (end of text, end of turn)."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from serve_app.base.errors import ConfigError
 from serve_app.cli.config_file import ServeOptions, document
+from serve_app.cli.measure.benchmark import Parser
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 
@@ -36,8 +37,7 @@ _LINES_PER_PART = 128
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="corral batch", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="corral batch", description=__doc__)
     add = parser.add_argument
     add("input", type=Path, help="a file, or a folder of files")
     add("output", type=Path, help="a folder of parts, or a .jsonl file")
@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, help="tokens of a slot")
     add("--threads", type=int, help="threads of an engine")
     add("--replicas", type=int, help="engines; by default as many as have room")
-    lines = "lines that are written at once; by default %(default)s"
+    lines = "lines that are written at once"
     add("--lines-per-part", type=int, default=_LINES_PER_PART, help=lines)
     return parser.parse_args(argv)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from serve_app.prompt.conversation import Turn
@@ -14,6 +15,19 @@ from serve_app.prompt.tool_calls.parser import CallParser
 
 Describe = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[Turn]]
 """Puts functions, calls and results into the texts of turns."""
+
+
+class ThinkingPhase(Enum):
+    """Whether reasoning comes before what a grammar holds."""
+
+    NEVER = 0
+    PERHAPS = 1
+    BEGUN = 2
+    """The prompt begins it."""
+    BEHIND = 3
+    """The prompt has the beginning of the answer itself."""
+    OFF = 4
+    """The request switches it off: none may begin, on no channel either."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class ToolFormat:
     """Converts a message to the form that its templates take."""
     free_start: Callable[[lark.Delimiter], str] | None = None
     """The rule `start` of answers that need not be calls, where that is not text and then calls."""
-    forced_start: Callable[[lark.Delimiter, bool], str] | None = None
+    forced_start: Callable[[lark.Delimiter, bool, ThinkingPhase], str] | None = None
     """The rule `start` of answers that match `answer` or, with the flag, `calls` (channels)."""
     unwritable: str | None = None
     """A regular expression of what no parameter can have, where names have no quotation marks."""
@@ -43,8 +57,14 @@ class ToolFormat:
     """Whether a grammar holds all answers to chats with tools."""
     has_channels: bool = False
     """Whether its parser splits reasoning off, too, and is needed without tools."""
+    thinks: bool = True
+    """Whether answers on its channels may have reasoning."""
+    thought: tuple[str, str] | None = None
+    """The texts around reasoning, where a prompt may end with the first."""
     is_shown: bool = False
     """Whether a template's own way of writing calls takes the place of the format, if it shows."""
+    split: Callable[[Turn], Turn] | None = None
+    """Splits an assistant's turn whose content has the format's own tags, where templates refuse these."""
     describe: Describe | None = None
     """The description of tools for templates that have neither tools nor calls."""
 
@@ -63,8 +83,11 @@ class ToolFormat:
         *,
         in_pieces: bool = False,
         splits_reasoning: bool = True,
+        is_thinking: bool = False,
     ) -> CallParser:
-        """The parser of an answer to a chat with these tools, as OpenAI describes them."""
+        """The parser of an answer to a chat with these tools, as OpenAI describes them. `is_thinking` says
+        whether the prompt has begun the reasoning."""
         parser = self.make_parser([tool["function"] for tool in tools])
         parser.in_pieces, parser.splits_reasoning = in_pieces, splits_reasoning
+        parser.is_thinking = is_thinking and self.thought is not None
         return parser

@@ -6,12 +6,15 @@ Source: the syntax chapter of llguidance's documentation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serve_app.prompt import json_schemas
 from serve_app.prompt.tool_calls.calls import Function
 
+TAG = r"\]<\][^][<>]*\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]"
+"""The pattern of texts that are tokens of their own in some vocabularies."""
 Delimiter = Callable[[str], str]
 """How a grammar says a delimiter: as a token of the vocabulary, or as its text."""
 
@@ -42,6 +45,32 @@ def one_of(name: str, bodies: Sequence[str]) -> str:
     """The rule of that name, which is any of these bodies."""
     rules = [f"{name}_{i}: {body}" for i, body in enumerate(bodies)]
     return "\n".join([f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(bodies)))}", *rules])
+
+
+def comma_list(name: str, members: Sequence[tuple[str, bool]], comma: str) -> list[str]:
+    """The rule of that name, which is these members in their order with commas between, and the rules that
+    it needs. A member without the flag may be missing."""
+    rules = [f'{name}_end: ""']
+    first = rest = f"{name}_end"
+    for i, (member, is_needed) in enumerate(reversed(members)):
+        pair = f"{member} {rest}"
+        others = ("", "") if is_needed else (f" | {first}", f" | {rest}")
+        first, rest = f"{name}_first_{i}", f"{name}_rest_{i}"
+        rules += [f"{first}: {pair}{others[0]}", f"{rest}: {comma} {pair}{others[1]}"]
+    return [*rules, f"{name}: {first}"]
+
+
+def pieces(literal: str, delimiter: Delimiter) -> list[str]:
+    """The pieces of the literal: texts, and tokens for tags where the vocabulary has these."""
+    found: list[str] = []
+    plain = ""
+    for part in re.split(f"({TAG})", literal):
+        if re.fullmatch(TAG, part) and not delimiter(part).startswith('"'):
+            found += [text(plain), delimiter(part)] if plain else [delimiter(part)]
+            plain = ""
+        else:
+            plain += part
+    return [*found, text(plain)] if plain else found
 
 
 def parameters(

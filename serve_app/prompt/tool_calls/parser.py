@@ -49,6 +49,8 @@ class CallParser:
     """Whether calls are told in pieces. To be set before the first text."""
     splits_reasoning = True
     """Whether reasoning is no content, in formats with channels. To be set before the first text."""
+    is_thinking = False
+    """Whether the prompt has the first tag of reasoning, in formats with channels. To be set as well."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
@@ -178,6 +180,10 @@ class CallParser:
         if (yield from text.after_blanks()) != "{":
             raise NoCallError
         self._tell(CallPiece(name, ""))
+        if (yield from text.is_empty_object()):  # with any blanks in it
+            self._tell(CallPiece(None, "{}"))
+            self._n_told += 1
+            return [ToolCall(name, "{}")]
         self._arguments = []
         yield from text.skip_json()
         self._tell_arguments()

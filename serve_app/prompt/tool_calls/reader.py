@@ -203,6 +203,17 @@ class TextReader:
             is_key = char == '"' and "{" not in allowed
             allowed = ":" if is_key else _allowed_after(char, closing[-1])
 
+    def is_empty_object(self) -> Reading[bool]:
+        """Whether an object without keys comes next, which is read then. Nothing is read otherwise, and
+        whatever was read before has to be forgotten."""
+        yield from self.one_of("{")
+        is_empty = (yield from self.after_blanks()) == "}"
+        if is_empty:
+            self.advance(self.at + 1)
+        else:
+            self.rewind()
+        return is_empty
+
     def _skip_token(self, first: str) -> Reading[None]:
         """A bracket, a comma, a colon, a string, a number or a word, which begins like this."""
         if first == '"':

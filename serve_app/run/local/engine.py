@@ -32,7 +32,7 @@ METHODS = frozenset(
         *("load_adapter", "unload_adapter", "stats", "explain", "act_on_slot"),
     }
 )
-"""What a server may call beside `start`."""
+"""What a server may call beside `start` and `ping`."""
 _HEALTH_EVERY_S = 2.0
 _END_S = 5.0
 """The longest time that unloading may take when the server is gone."""
@@ -49,8 +49,9 @@ class EngineProcess:
 
     def answer(self, method: str) -> Answer:
         """The method of that name. Raises KeyError."""
-        if method == "start":
-            return self.start
+        if method in ("start", "ping"):
+            own: Answer = getattr(self, method)
+            return own
         if method not in METHODS:
             raise KeyError(method)
         answer: Answer = getattr(self._replica, method)
@@ -68,6 +69,9 @@ class EngineProcess:
         await replica.start(model, place)
         self._replica = replica
         self._watching = asyncio.create_task(self._watch())
+
+    async def ping(self) -> None:
+        """Return: the process runs, whatever its engine computes or loads."""
 
     async def _watch(self) -> None:
         while True:

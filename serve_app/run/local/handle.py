@@ -14,12 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from serve_app.base.errors import ConfigError, CorralError, EngineClosedError, EngineFailedError
+from serve_app.base.errors import (
+    ConfigError,
+    CorralError,
+    EngineClosedError,
+    EngineFailedError,
+    EngineUnavailableError,
+)
 from serve_app.base.heap import HUGE_PAGES
 from serve_app.base.types import FetchingReplica
+from serve_app.channel import processes
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.run.local.calls import Connection
+from serve_app.run.replica.reporting import lost_replicas
 from serve_app.store.shared_entries import fetching_replicas
 
 logger = logging.getLogger("corral.local")
@@ -33,6 +42,7 @@ _STEADY_S = 60.0
 _LOOK_EVERY_S = 0.05
 _END_S = 10.0
 """The longest time that a process may take to end."""
+NO_OPTIONS = RayServeOptions()
 
 
 class EngineChild:
@@ -61,34 +71,55 @@ class EngineChild:
 
 
 class LocalHandle:
-    """The ReplicaHandle of a model that one process of this server has. Used in one event loop."""
+    """The ReplicaHandle of a model that one process of this server has. Used in one event loop.
 
-    def __init__(self, model: ResolvedModel, folder: Path, reserved_cpus: float) -> None:
+    As Serve does, it asks the process every `health_check_period_s` whether it runs. One that is silent for
+    `health_check_timeout_s` is killed, and another one is started.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        folder: Path,
+        reserved_cpus: float,
+        options: RayServeOptions = NO_OPTIONS,
+    ) -> None:
         self._model, self._folder, self._reserved_cpus = model, folder, reserved_cpus
+        self._options = options
         self._connection: Connection | None = None
         self._replica_id = ""
-        self._is_up = asyncio.Event()
+        self._lost = lost_replicas(model.id)
+        self._is_up = False
+        self.failure: CorralError | None = None
+        """The reason why the model cannot be loaded, if the last process could not."""
+        self._is_known = asyncio.Event()
+        """Set while the model is up, or cannot be: calls wait for it."""
         self._is_closing = False
         self._address: Address | None = None
 
     async def keep(self, child: EngineChild) -> None:
         """Load the model in a process, and in another one whenever that is lost, until this is cancelled.
         Raises CorralError if the model cannot be served: the first process says so, or the first ones
-        fail."""
+        fail. Calls get that as an EngineUnavailableError."""
         n_failed, was_up = 0, False
         while True:
             began = time.monotonic()
             try:
                 await self._serve(child)
+                self._lost.inc()
             except CorralError as error:
-                is_last = isinstance(error, ConfigError) or n_failed + 1 == _FIRST_STARTS
+                is_last = isinstance(error, ConfigError) or n_failed + 1 >= _FIRST_STARTS
+                if is_last:
+                    self.fail(error)
                 if is_last and not was_up:
+                    logger.error("The model %s is left out: %s", self._model.id, error)
                     raise
                 logger.error("Model %s: its process cannot load it: %s", self._model.id, error)
             finally:
-                was_up = was_up or self._is_up.is_set()
-                self._connection = None
-                self._is_up.clear()
+                was_up = was_up or self._is_up
+                self._connection, self._is_up = None, False
+                if self.failure is None:
+                    self._is_known.clear()
                 await asyncio.to_thread(_wait_for_end, child)
             n_failed = 1 if time.monotonic() - began > _STEADY_S else n_failed + 1
             pause_s = _PAUSES_S[min(n_failed, len(_PAUSES_S)) - 1]
@@ -99,7 +130,7 @@ class LocalHandle:
                 status,
                 pause_s,
             )
-            await asyncio.sleep(pause_s)
+            await _pause(pause_s)
             child = EngineChild(self._folder)
 
     async def _serve(self, child: EngineChild) -> None:
@@ -113,30 +144,58 @@ class LocalHandle:
             lambda: Connection(refuse, lost.set), sock=child.socket
         )
         self._replica_id = f"{self._model.id}-{child.process.pid}"
+        watching = asyncio.create_task(self._watch(connection, child))
         try:
             start = self._model, self._replica_id, str(self._folder), self._reserved_cpus
             outcome = await connection.call("start", *start)
             if isinstance(outcome, CorralError):
+                self.fail(outcome)
                 raise outcome
             self._connection = connection
             if self._address is not None:
                 await connection.call("attach", self._address)
-            self._is_up.set()
+            self.failure, self._is_up = None, True
+            self._is_known.set()
             await lost.wait()
         finally:
+            watching.cancel()
             connection.close()
+
+    async def _watch(self, connection: Connection, child: EngineChild) -> None:
+        """Kill the process if it hangs: its calls fail then, and go on elsewhere."""
+        pid, timeout_s = child.process.pid, self._options.health_check_timeout_s
+        while True:
+            await asyncio.sleep(self._options.health_check_period_s)
+            ping = asyncio.create_task(connection.call("ping"))
+            ping.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if not await processes.answers(ping, pid, timeout_s):
+                logger.error(
+                    "Model %s: its process %d is killed: it was silent for %g s.",
+                    *(self._model.id, pid, timeout_s),
+                )
+                child.process.kill()
+            await asyncio.wait([ping])
+            if ping.exception() is not None:
+                return  # the process is lost
+
+    def fail(self, error: CorralError) -> None:
+        """Have calls fail with this error until the model is up again."""
+        self.failure = error
+        self._is_known.set()
 
     def call(self, method: str, *arguments: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(self._call(method, *arguments))
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        await self._is_up.wait()
+        await self._is_known.wait()
+        if self.failure is not None:
+            raise EngineUnavailableError(f"The model cannot be loaded: {self.failure}")
         if self._connection is None:
             raise EngineFailedError("The engine's process is lost.")
         return await self._connection.call(method, *arguments)
 
     def running(self) -> frozenset[str]:
-        return frozenset({self._replica_id} if self._is_up.is_set() else ())
+        return frozenset({self._replica_id} if self._is_up else ())
 
     async def ask_all(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
         answer = await self.ask_one(method, *arguments, timeout_s=timeout_s)
@@ -153,7 +212,7 @@ class LocalHandle:
     async def replica_states(self) -> dict[str, int]:
         if self._is_closing:
             raise EngineClosedError("The server is being stopped.")
-        return {"RUNNING" if self._is_up.is_set() else "STARTING": 1}
+        return {"RUNNING" if self._is_up else "STARTING": 1}
 
     async def fetching(self) -> Sequence[FetchingReplica]:
         return await asyncio.to_thread(fetching_replicas, "corral", self._model.id)
@@ -174,6 +233,10 @@ class LocalHandle:
     def drain(self) -> None:
         """The server is being stopped: endless streams end."""
         self._is_closing = True
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 def _wait_for_end(child: EngineChild) -> None:

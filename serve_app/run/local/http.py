@@ -2,6 +2,9 @@
 
 Each request has an id, its client's or a new one, and the answer tells it, as with Serve's proxy. Header
 names have capitals, as llama-server writes them: some of its clients compare them by letter.
+
+A connection waits for its client, or its client waits for it. At the limit, those that wait for their
+clients end for newcomers.
 """
 
 from __future__ import annotations
@@ -10,20 +13,46 @@ import asyncio
 import re
 import resource
 import uuid
+from collections.abc import Callable, Collection
+from enum import IntEnum
 from functools import cache
+from types import FrameType
 from typing import Any, ClassVar
 
+from httptools import HttpParserError, HttpParserUpgrade
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import Server
+
+from serve_app.base.errors import (
+    CorralError,
+    EngineClosedError,
+    HeadTooLargeError,
+    InvalidRequestError,
+    RateLimitError,
+)
+from serve_app.config.addresses import network_of
+from serve_app.server.http.errors import openai_error_body
+from serve_app.server.http.sse import StreamSend, encode_json, fail_all
 
 HEAD_S = 20.0
-"""The longest time that the head of a request may take, from its connection or its first byte on."""
+"""The longest time that the head of a request may take, from its connection or its first byte on. The rest
+of a body whose request was answered before may take as long."""
 MOST_HEAD_BYTES = 64 * 2**10
+"""The longest head, and the longest trailers."""
+_MOST_FRAMING = 16
+"""The bytes of a chunk's length for each of a body's bytes, beyond so many as a head may have."""
 STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
+_LINGER_S = 2.0
+"""The time in which a client can read why it is refused, while what it sends is dropped."""
 MOST_CONNECTIONS = 4096
 _OTHER_FILES = 256
+GIVEN_UP_S = 5.0
+"""The longest time that clients may take to read the last of answers that were given up."""
+_STOPS = "The server is being stopped."
 _BEGINNING = b"HTTP/1.1 "
 _NAME = re.compile(rb"(?<=\r\n)[a-z-]+(?=: )")
 
@@ -32,79 +61,259 @@ _NAME = re.compile(rb"(?<=\r\n)[a-z-]+(?=: )")
 def most_connections() -> int:
     """The connections that this process may have open: as many as it may have files, within a bound."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(most_files // 2, min(MOST_CONNECTIONS, most_files - _OTHER_FILES))
+    if most_files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(most_files // 2, most_files - _OTHER_FILES))
+
+
+class _Part(IntEnum):
+    """The part of a request that comes next."""
+
+    NONE = 0
+    HEAD = 1
+    BODY = 2
+
+
+class _Group:
+    """Connections in one state by their clients' addresses, those that are in it for longest first."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, dict[BoundedHttp, None]] = {}
+
+    def add(self, connection: BoundedHttp) -> None:
+        self._by_address.setdefault(connection.address, {})[connection] = None
+
+    def remove(self, connection: BoundedHttp) -> None:
+        same = self.of(connection.address)
+        same.pop(connection, None)
+        if not same:
+            self._by_address.pop(connection.address, None)
+
+    def of(self, address: str) -> dict[BoundedHttp, None]:
+        return self._by_address.get(address, {})
+
+    def largest(self) -> dict[BoundedHttp, None]:
+        """Those of the address that has most; empty without any."""
+        return max(self._by_address.values(), key=len, default={})
 
 
 class BoundedHttp(HttpToolsProtocol):
     """A client's connection. The request of a client that leaves is cancelled, as Serve does it."""
 
-    _headless: ClassVar[dict[BoundedHttp, None]] = {}
-    """The connections that wait for the head of a request. The oldest ends for one that is too many."""
+    _idle: ClassVar[_Group] = _Group()
+    """The connections that wait for a request, or for its head."""
+    _slow: ClassVar[_Group] = _Group()
+    """The connections that wait for a body, or for a client that reads."""
+    _busy: ClassVar[_Group] = _Group()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bound the time of the first head, and the connections."""
         super().connection_made(_CapitalNames(transport))  # type: ignore[arg-type]
+        self.address = "" if self.client is None else network_of(self.client[0])
         self._answering: tuple[Any, asyncio.Task[Any] | None] | None = None
         """The request that is answered now, and its task."""
-        self._n_head_bytes = 0
-        self._head: asyncio.TimerHandle | None = None
+        self._part = _Part.HEAD
+        self._n_fields = self._n_framing = self._n_body = self._n_begun = 0
+        """Bytes of the head's or the trailers' fields so far, of all but the body, of the body; and the
+        requests that began in the data that came last."""
+        self._is_refused = self._is_too_large = self._is_lost = False
+        self._due: asyncio.TimerHandle | None = None
+        """Ends the connection, unless what the client owes comes before."""
         self._stalled: asyncio.TimerHandle | None = None
-        self._begin_head()
-        if len(self.connections) > most_connections():
-            oldest = next(iter(self._headless))
-            oldest._end_head()
-            oldest.transport.abort()
+        self._group = self._idle
+        self._expect(HEAD_S)
+        if self._has_room():
+            self._group.add(self)
+        else:
+            n = len(self.connections) - 1
+            self._refuse(RateLimitError(f"This server has {n} connections, which is the limit.", 1))
+
+    def _has_room(self) -> bool:
+        """Whether the server may have one more connection. It ends the one that waits for its client for
+        longest, of the address that has most of these; without any, the newest of an address that has more
+        than this one."""
+        if len(self.connections) <= most_connections():
+            return True
+        waiting = self._idle.largest() or self._slow.largest()
+        if waiting:
+            next(iter(waiting))._end()
+            return True
+        busy = self._busy.largest()
+        if len(busy) <= len(self._busy.of(self.address)) + 1:
+            return False
+        next(reversed(busy))._end()
+        return True
+
+    def _end(self) -> None:
+        self._leave()
+        self.transport.abort()
+
+    def _leave(self) -> None:
+        self._is_lost = True
+        self._group.remove(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request of a client that has left."""
-        self._end_head()
+        self._leave()
+        self._expect(None)
         self.resume_writing()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
         if self._answering is not None:
             cycle, task = self._answering
             cycle.disconnected = cycle.disconnected or not cycle.response_complete
             if task is not None and cycle.disconnected:
                 task.cancel()
 
-    def _begin_head(self) -> None:
-        if self._head is None:
-            self._n_head_bytes = 0
-            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
-            self._headless[self] = None
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-    def _end_head(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
-            self._headless.pop(self, None)
+    def _expect(self, seconds: float | None) -> None:
+        """End the connection in so many seconds, unless this is called again; None: never."""
+        if self._due is not None:
+            self._due.cancel()
+        self._due = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def _sort(self) -> None:
+        """Note whether the connection waits for its client now."""
+        if self._is_lost:
+            return
+        if not self._is_answering:
+            group = self._idle
+        else:
+            is_slow = self.flow.write_paused or self._part is _Part.BODY
+            group = self._slow if is_slow else self._busy
+        if group is not self._group:
+            self._group.remove(self)
+            group.add(self)
+            self._group = group
+
+    # -- requests ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a request, and bound its head."""
-        self._n_head_bytes += len(data)
-        super().data_received(data)
-        if self._head is not None and self._n_head_bytes > MOST_HEAD_BYTES:
-            self.transport.abort()
+        """Take bytes of requests. Refuse those that are none, or whose heads, trailers or chunks' lengths
+        are too long, however they come."""
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        if self._part is _Part.NONE and not self._is_answering:
+            self._begin_head()  # blank lines may come before it, and count
+        begins, n_body = self._part is not _Part.BODY, self._n_body
+        self._n_begun = 0
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self._refuse(
+                HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
+                if self._is_too_large
+                else InvalidRequestError("The bytes are no HTTP request.")
+            )
+            return
+        if self._n_begun == 0:
+            self._n_framing += len(data) - (self._n_body - n_body)
+        elif self._n_begun == 1 and begins:
+            self._n_framing += len(data) - self._n_body
+        most = MOST_HEAD_BYTES
+        if self._part is not _Part.HEAD:
+            most += MOST_HEAD_BYTES + _MOST_FRAMING * self._n_body
+        if self._n_framing > most:
+            self._refuse(HeadTooLargeError(f"A request has {most} bytes at most besides its body."))
+        elif self._part is _Part.NONE:
+            self._n_framing = 0
+
+    def _parse(self, data: bytes) -> None:
+        """Have the parser take it. It takes what is behind an offer to upgrade the connection for another
+        protocol: it is given the head again without the offer, which a server may ignore. Source: RFC 9110,
+        section 7.8."""
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except HttpParserUpgrade as offer:
+                rest = rest[offer.args[0] :]
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise HttpParserError from None
+                version = self.parser.get_http_version().encode()
+                lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+                lines += [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+                self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def _begin_head(self) -> None:
+        self._part = _Part.HEAD
+        self._expect(HEAD_S)
 
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""
         super().on_message_begin()
-        self._begin_head()
+        self._n_begun += 1
+        self._n_fields = self._n_framing = self._n_body = 0
+        if self._part is not _Part.HEAD:
+            self._begin_head()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the request's address, and bound it."""
+        self._count_field(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, and bound all. Trailers are no headers: nobody has checked them."""
+        self._count_field(len(name) + len(value) + 4)
+        if self._part is _Part.HEAD:
+            super().on_header(name, value)
+
+    def _count_field(self, n_bytes: int) -> None:
+        self._n_fields += n_bytes
+        if self._n_fields > MOST_HEAD_BYTES:
+            self._is_too_large = True
+            raise ValueError  # which the parser raises as another error
 
     def on_headers_complete(self) -> None:
         """The head of a request is here."""
-        self._end_head()
+        if self.parser.should_upgrade():
+            return  # it comes again
         super().on_headers_complete()
+        self._part = _Part.BODY
+        self._n_fields = 0
+        self._expect(None)
+        self._sort()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._n_body += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Read on, or nobody would notice that the client leaves."""
+        if self.parser.should_upgrade():
+            return
+        self._part = _Part.NONE
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
+        if not self._is_answering:  # it was answered before its body was here
+            self._expect(self.timeout_keep_alive)
+        self._sort()
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        """An answer is sent: the client owes the rest of its body, or the next request."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # `_expect` has its place
+        if self.transport.is_closing():
+            self._expect(STALLED_S)
+        elif not self._is_answering and self._part is not _Part.HEAD:
+            self._expect(HEAD_S if self._part is _Part.BODY else self.timeout_keep_alive)
+        self._sort()
 
     def pause_writing(self) -> None:
         """Bound the time in which the client takes nothing."""
         super().pause_writing()
         self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+        self._sort()
 
     def resume_writing(self) -> None:
         """The client takes its answer again."""
@@ -112,6 +321,50 @@ class BoundedHttp(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+            self._sort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request."""
+        self._refuse(InvalidRequestError(msg))
+
+    def give_up(self) -> None:
+        """Answer no request any more: one that waits gets an error, and an answer that was begun breaks."""
+        if self._is_answering and not self._is_refused:
+            self._refuse(EngineClosedError(_STOPS))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: CorralError) -> None:
+        """Answer with this error, and read no more. What is on its way is dropped for a moment, or the
+        client could not read why. An answer that was begun, or that another request waits for, breaks."""
+        cycle, is_own = self.cycle, self._part is _Part.BODY
+        if self._is_answering:
+            if self.pipeline or cycle.response_started:
+                self.transport.close()
+                self._expect(_LINGER_S)
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if self._answering is not None and self._answering[1] is not None:
+                self._answering[1].cancel()
+        elif is_own:
+            self.transport.abort()
+            return
+        fields = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"connection", b"close"),
+        ]
+        if error.retry_after_s is not None:
+            fields.append((b"retry-after", b"%d" % error.retry_after_s))
+        body = encode_json(openai_error_body(error))
+        fields.append((b"content-length", b"%d" % len(body)))
+        lines = [b"%b: %b\r\n" % field for field in fields]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n"]))
+        self.transport.write(body)
+        self._is_refused = True
+        self._expect(_LINGER_S)
+        self.transport.write_eof()
 
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override]
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,6 +377,8 @@ class BoundedHttp(HttpToolsProtocol):
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)["x-request-id"] = request_id
+                    # Nobody can tell whether a client that was not told to go on sends its body.
+                    cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
                 await send(message)
 
             try:
@@ -131,8 +386,56 @@ class BoundedHttp(HttpToolsProtocol):
             except asyncio.CancelledError:
                 if not cycle.disconnected:
                     raise
+            if cycle.response_started and not cycle.response_complete:
+                cycle.disconnected = True  # its end would say that all was sent
+                self.transport.close()
+                self._expect(STALLED_S)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
+
+
+class DrainingServer(Server):
+    """A server that answers on while it ends, until what ran has ended, or for so long at most."""
+
+    def __init__(
+        self,
+        config: Config,
+        streams: Collection[StreamSend],
+        drain: Callable[[], None],
+        limit_s: float,
+    ) -> None:
+        """`streams` are those that run. `drain` has new requests refused."""
+        super().__init__(config)
+        self._streams, self._drain, self._limit_s = streams, drain, limit_s
+        self._running: set[asyncio.Task[None]] = set()
+        """The requests that ran when it was asked to end."""
+        self._until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal, for the next tick."""
+        self._captured_signals.append(sig)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether it may end now. The same signal again gives up what runs. systemd and `corral serve` may
+        each send one of their own."""
+        signals, now = self._captured_signals, asyncio.get_running_loop().time()
+        if signals and self._until is None:
+            self._until = now + self._limit_s
+            self._running = set(self.server_state.tasks)
+            self._drain()
+        if self._until is not None:
+            if now >= self._until or len(set(signals)) < len(signals):
+                await self._give_up()
+                self.should_exit = True
+            elif all(task.done() for task in self._running):
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def _give_up(self) -> None:
+        await fail_all(list(self._streams), EngineClosedError(_STOPS), GIVEN_UP_S)
+        for connection in list(self.server_state.connections):
+            assert isinstance(connection, BoundedHttp)
+            connection.give_up()
 
 
 class _CapitalNames:

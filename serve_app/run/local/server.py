@@ -5,7 +5,8 @@
 A configuration that asks for more than one machine and one replica of each model runs on Ray Serve instead:
 this process becomes `serve_app.cluster.one_machine`, which has the same arguments and events.
 
-SIGINT and SIGTERM end it in order: running answers end first. Most of a start is imports, so the models'
+SIGINT and SIGTERM end it in order: running answers end first, and new requests get 503 meanwhile. The same
+signal again ends all streams with an error. Most of a start is imports, so the models'
 processes import theirs while this one reads the configuration.
 """
 
@@ -26,24 +27,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-import yaml
 
 from serve_app.base import logs, metrics
-from serve_app.base.errors import CorralError
+from serve_app.base.errors import ConfigError, CorralError
 from serve_app.run.local.handle import EngineChild, LocalHandle, folder_for
-from serve_app.run.program import Content, arguments, discoverable, is_plain, tell
+from serve_app.run.program import (
+    KEEP_ALIVE_S,
+    Content,
+    allow_most_files,
+    arguments,
+    content_of,
+    discoverable,
+    is_plain,
+    tell,
+)
 from serve_app.store import shared_entries
 
 if TYPE_CHECKING:
     from serve_app.config.resolved import ResolvedModel
     from serve_app.config.schema import AppConfig, ModelConfig
+    from serve_app.run.ingress import IngressSettings
     from serve_app.store.shared_entries import AddedModels, Entry
 
 _HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 _DRAIN_S = 600.0
 _END_S = 30.0
 """The longest time that the running answers of a model may take when it is removed."""
-_KEEP_ALIVE_S = 90
 _FOLDER = "corral-local-"
 
 
@@ -80,14 +89,19 @@ class LocalServer:
     """The models' processes and the ingress before them, which may have models added and removed. Used in
     one event loop."""
 
-    def __init__(self, app: AppConfig, models: list[ResolvedModel], folder: Path) -> None:
+    def __init__(
+        self, app: AppConfig, models: list[ResolvedModel], settings: IngressSettings, folder: Path
+    ) -> None:
         from serve_app.run.model_host import ConfiguredHost
 
         self._app, self.configured_models, self._folder = app, models, folder
+        self._settings = settings
         host = ConfiguredHost(app, models)
         self.entry, self.resolve, self._entries = host.entry, host.resolve, host.entries
         self.handles = {
-            model.id: LocalHandle(model, folder, _reserved_cpus(configured, model))
+            model.id: LocalHandle(
+                model, folder, _reserved_cpus(configured, model), configured.serve
+            )
             for configured, model in zip(app.models, models, strict=True)
         }
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -95,14 +109,14 @@ class LocalServer:
     async def run(
         self, children: list[EngineChild], http: Content, tell: Any
     ) -> CorralError | None:
-        """Serve until a signal ends it. Returns why a model cannot be served, if that ended it."""
+        """Serve until a signal ends it. A model that cannot be served is left out. Returns why no model
+        can be served, if that ended it."""
         import uvicorn
 
         from serve_app.channel import routing_reports as reports
-        from serve_app.run.ingress import IngressPlace, IngressServer, settings_for
-        from serve_app.run.local.http import BoundedHttp
+        from serve_app.run.ingress import IngressPlace, IngressServer
+        from serve_app.run.local.http import GIVEN_UP_S, BoundedHttp, DrainingServer
 
-        settings = settings_for(self._app)
         configured = [*self.handles.values()]
         for (name, handle), child in zip(self.handles.items(), children, strict=True):
             self._keeping[name] = asyncio.create_task(handle.keep(child))
@@ -114,13 +128,14 @@ class LocalServer:
             forks_workers=True,
         )
         ingress = IngressServer()
-        await ingress.start(self.configured_models, settings, place)
+        await ingress.start(self.configured_models, self._settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)
         drain_s = self._app.ingress.serve.graceful_shutdown_timeout_s
+        api = ingress.api()
         config = uvicorn.Config(
-            ingress.api(),
+            api,
             http.get("host") or "127.0.0.1",
             http.get("port") or 8000,
             http=BoundedHttp,
@@ -130,28 +145,37 @@ class LocalServer:
             proxy_headers=False,
             server_header=False,
             backlog=2048,
-            timeout_keep_alive=http.get("keep_alive_timeout_s") or _KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(_DRAIN_S if drain_s is None else drain_s),
+            timeout_keep_alive=http.get("keep_alive_timeout_s") or KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(GIVEN_UP_S),
         )
-        server = uvicorn.Server(config)
+
+        def drain() -> None:
+            ingress.open_requests.is_draining = True
+            for handle in self.handles.values():
+                handle.drain()
+
+        limit_s = _DRAIN_S if drain_s is None else drain_s
+        server = DrainingServer(config, api.state.streams, drain, limit_s)
         problem: CorralError | None = None
 
         def on_end(task: asyncio.Task[None]) -> None:
             nonlocal problem
-            if not task.cancelled() and isinstance(error := task.exception(), CorralError):
-                problem, server.should_exit = error, True
+            is_left_out = not task.cancelled() and isinstance(task.exception(), CorralError)
+            if is_left_out and all(one.failure is not None for one in self.handles.values()):
+                failures = {name: one.failure for name, one in self.handles.items()}
+                reasons = [f"models ({name}): {failure}" for name, failure in failures.items()]
+                problem, server.should_exit = ConfigError("\n".join(reasons)), True
 
         for task in keeping:
             task.add_done_callback(on_end)
-        draining = asyncio.create_task(self._drain(server))
         tell("deployed")
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: None)
         await server.serve(_sockets(config.host, config.port))
-        ending = draining, *self._keeping.values()
+        ending = self._keeping.values()
         for task in ending:
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*ending, ingress.close(), return_exceptions=True)
         return problem
 
     # -- models that are added: the ingress's ModelHost ------------------------------------------
@@ -178,12 +202,6 @@ class LocalServer:
         keeping = self._keeping.pop(model_id)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-    async def _drain(self, server: Any) -> None:
-        while not server.should_exit:  # noqa: ASYNC110  # a signal's handler sets it
-            await asyncio.sleep(0.1)
-        for handle in self.handles.values():
-            handle.drain()
 
 
 def _sockets(host: str, port: int) -> list[socket.socket] | None:
@@ -220,10 +238,9 @@ def _own_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(config: Path, events: int | None) -> str | None:
-    """Serve a configuration file until a signal ends it. Returns why that cannot be done, if so. Raises
-    ClusterNeededError."""
-    content = yaml.safe_load(config.read_text())
+def serve(config: Path, content: Content, events: int | None) -> str | None:
+    """Serve what a configuration file holds until a signal ends it. Returns why that cannot be done, if so.
+    Raises ClusterNeededError."""
     if (why := why_cluster(content)) is not None:
         raise ClusterNeededError(why)
     args: dict[str, Any] = content["applications"][0].get("args") or {}
@@ -238,6 +255,7 @@ def serve(config: Path, events: int | None) -> str | None:
         for child in children:
             stack.callback(child.kill)
         from serve_app.config import schema
+        from serve_app.run.ingress import settings_for
         from serve_app.run.resolving import resolve_all
 
         try:
@@ -245,10 +263,18 @@ def serve(config: Path, events: int | None) -> str | None:
             if app.data_at_rest is not True:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
-            models = resolve_all(app)
+            left_out: dict[str, str] = {}
+            models = resolve_all(app, left_out=left_out)
+            settings = settings_for(app, left_out)
+            pairs = list(zip(app.models, children, strict=True))
+            for model, child in pairs:
+                if model.id in left_out:
+                    child.kill()
+            children = [child for model, child in pairs if model.id not in left_out]
+            app = schema.without(app, left_out)
             _check_replicas(app, models)
             stack.enter_context(discoverable(port, f"{host}:{port}"))
-            server = LocalServer(app, models, folder)
+            server = LocalServer(app, models, settings, folder)
             problem = uvloop.run(server.run(children, http, lambda kind: tell(events, kind)))
         except CorralError as error:
             return str(error)
@@ -258,6 +284,7 @@ def serve(config: Path, events: int | None) -> str | None:
 def main() -> None:
     """Serve until Ctrl-C or SIGTERM; exits with 1 if the models cannot be served."""
     args = arguments("serve_app.run.local.server", __doc__)
+    allow_most_files()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))
     # Who started this may ignore it. Nobody could wait for processes then, and their ids would be others'.
@@ -265,7 +292,9 @@ def main() -> None:
     try:
         if args.events is not None:
             os.set_inheritable(args.events, False)
-        problem = serve(args.config, args.events)
+        problem = serve(
+            args.config, content_of(args.config, host=args.host, port=args.port), args.events
+        )
     except ClusterNeededError as error:
         print(f"Ray Serve runs this configuration: {error}.", file=sys.stderr, flush=True)
         if args.events is not None:

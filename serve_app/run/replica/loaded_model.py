@@ -67,13 +67,15 @@ Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 class LoadedModel:
     """A loaded model's engine. Its methods run in the replica's event loop; decoding has its thread."""
 
+    _has_started = False
+    _closing: AsyncExitStack | None = None
+
     async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
         """Load the model. To be called first and once. Raises CorralError."""
-        self._place = place
+        self._place, self._closing = place, AsyncExitStack()
         if model.encrypts_folders:
             check_encrypted("engine.cache_folder", model.options.prefix_folder)
             check_encrypted("engine.slot_folder", model.options.slot_folder)
-        self._closing = AsyncExitStack()
         whose = place.app, place.deployment, place.replica_id, place.node_id
         async with publish_progress(*whose) as tell:
             files = Files(model.downloads, tell)
@@ -99,6 +101,7 @@ class LoadedModel:
             computing_cpus=self._cpus.computing_cpus,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
+            measures_again=on_demand is None,  # else requests would wait for it at each load
             adapters=tuple(adapters),
             projector=projector,
             draft=draft,
@@ -146,6 +149,7 @@ class LoadedModel:
         self._reporter = asyncio.create_task(self._reporting.run())
         self._closing.callback(self._reporter.cancel)
         heap.trim_soon()
+        self._has_started = True
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
@@ -324,14 +328,17 @@ class LoadedModel:
         self._metrics.update(self._engine.stats())
 
     async def leave(self) -> None:
-        """Close, after other replicas have been sent what they lack."""
-        await self._kv_transfer.push()
+        """Close, after other replicas have been sent what they lack. Serve also calls it if the start has
+        failed, wherever that was."""
+        if self._has_started:
+            await self._kv_transfer.push()
         await self.close()
 
     async def close(self) -> None:
         """Unload the model, and give all back. Running requests end with an error, and go on when
         there is a replica. Idempotent; for one whose start failed, too."""
-        await self._closing.aclose()
+        if self._closing is not None:
+            await self._closing.aclose()
 
     def forget(self) -> None:
         """Let go of everything, after `close` and when no call runs any more. Serve's queues keep the

@@ -370,7 +370,9 @@ class OnDemandModel:
             model.check_health()
 
     async def leave(self) -> None:
-        await self.lifecycle.close()
+        """Unload the model. Serve also calls it if the start has failed."""
+        if "lifecycle" in vars(self):
+            await self.lifecycle.close()
 
 
 async def _load_model(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:

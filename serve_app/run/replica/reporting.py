@@ -10,7 +10,7 @@ import msgspec
 
 from serve_app.base import metrics
 from serve_app.base.metrics import Counter, Histogram
-from serve_app.base.types import GAP_BOUNDARIES_S, SequenceEnd
+from serve_app.base.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd
 from serve_app.channel.blocks import Inventory, request_key, turn_key
 from serve_app.channel.pressure import PRESSURE, engine_pressure
 from serve_app.channel.protocol import Address
@@ -142,6 +142,12 @@ _COUNTED = {
 }
 
 
+def lost_replicas(model: str) -> Counter:
+    """The counter of a server without Ray, which starts what is lost again."""
+    what = "Replicas whose process was lost, without Ray."
+    return metrics.counter("lost_replicas", what, tags={"model": model})
+
+
 class ReplicaMetrics:
     """A replica's metrics. Used in its event loop.
 
@@ -179,6 +185,8 @@ class ReplicaMetrics:
             for name, what in counters.items()
         }
         self._requests = counter("requests", "Requests that ended, by `reason`.", "reason")
+        for reason in FinishReason:
+            self._requests.inc(0.0, {"reason": str(reason)})
         self._throttled = counter(
             "cpu_throttled_seconds", "CPU throttling: time that a quota withheld, in seconds."
         )

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,11 +65,12 @@ class KeyAccounts:
         self._files = {path: self._read_file}
         if self.created is not None:
             self._files[self.created.path] = self.created.read
-        self._stamps: dict[Path, object] = {}
+        self._stamps: dict[Path, object] = {path: _stamp(path) for path in self._files}
+        """The stamps of the files' contents that were read: taken before, and kept after that."""
+        self._problems: dict[Path, str] = {}
+        """The reasons why the files as they are now could not be read, which are logged once."""
         self._reading = asyncio.Lock()
-        self._keys = {
-            path: read_keys() for path, read_keys in self._files.items() if self._has_changed(path)
-        }
+        self._keys = {path: read_keys() for path, read_keys in self._files.items()}
         self._update()
 
     def find_by_name(self, name: str) -> KeyAccount | None:
@@ -111,24 +112,27 @@ class KeyAccounts:
 
     async def follow(self) -> None:
         """Read the files that have changed, in a thread: thousands of keys take seconds, in which streams
-        go on."""
+        go on. A file that could not be read is read again at the next call, and one with wrong contents
+        when it has changed."""
         async with self._reading:
             for path, read_keys in self._files.items():
-                if not self._has_changed(path):
-                    continue
-                try:
-                    self._keys[path] = await asyncio.to_thread(read_keys)
-                except ConfigError as error:
-                    logger.error("%s. The previous keys stay valid.", error)
-                else:
-                    self._update()
+                stamp = _stamp(path)
+                if self._stamps[path] != stamp:
+                    await self._read(path, read_keys, stamp)
 
-    def _has_changed(self, path: Path) -> bool:
-        """Whether the file is another one than when this was last asked."""
-        stamp = _stamp(path)
-        has_changed = path not in self._stamps or self._stamps[path] != stamp
+    async def _read(self, path: Path, read_keys: Callable[[], list[ApiKey]], stamp: object) -> None:
+        try:
+            self._keys[path] = await asyncio.to_thread(read_keys)
+        except ConfigError as error:
+            if self._problems.get(path) != error.message:
+                logger.error("%s. The previous keys stay valid.", error)
+            self._problems[path] = error.message
+            if isinstance(error.__cause__, OSError):
+                return
+        else:
+            self._problems.pop(path, None)
+            self._update()
         self._stamps[path] = stamp
-        return has_changed
 
     def _read_file(self) -> list[ApiKey]:
         keys = read_keys(self._path)
@@ -152,28 +156,30 @@ class KeyAccounts:
         logger.info("%d API keys.", len(self._accounts))
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes with the file's contents. Its times can be set back, but for that of the last change."""
     try:
         stamp = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return stamp.st_mtime_ns, stamp.st_size, stamp.st_ino
+    return stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_size, stamp.st_ino, stamp.st_dev
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys in a file. Raises ConfigError, which does not show them."""
+    """The keys in a file. Raises ConfigError, which does not show them. Its cause is an OSError if the file
+    could not be read."""
+    where = f"ingress.api_key_file: {path}"
     try:
         return KeyFile.model_validate(yaml.load(path.read_text(), _LOADER)).keys
-    except (OSError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not YAML"
-        raise ConfigError(f"ingress.api_key_file: {path}: {reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from error
     except ValidationError as error:
-        raise ConfigError(
-            f"ingress.api_key_file: {path}: {describe_errors(error, KeyFile)}"
-        ) from None
+        raise ConfigError(f"{where}: {describe_errors(error, KeyFile)}") from None
+    except (yaml.YAMLError, ValueError):  # some texts are no dates, or no UTF-8
+        raise ConfigError(f"{where}: it is not YAML") from None
 
 
 def hash_keys(path: Path) -> int:

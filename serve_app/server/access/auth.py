@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.base.errors import (
     BodyEndedError,
     CorralError,
+    EngineClosedError,
     InvalidRequestError,
     NoRoomError,
     NotSupportedError,
@@ -37,7 +38,8 @@ from serve_app.server.usage.ledger import Ledger
 from serve_app.server.usage.telemetry import Telemetry
 
 # What load balancers ask for, by any name and without keys.
-_OPEN_PATHS = frozenset({"/health", "/v1/health"})
+_OPEN_PATHS = frozenset({"/health", "/v1/health", "/health/live", "/livez"})
+_ANTHROPICS_PATH = "/v1/messages"
 HOLD_S = RETRY_S
 """A client that comes back although there is no room gets its refusal after so long, and cannot ask
 meanwhile."""
@@ -55,7 +57,8 @@ FORECASTS = "x-corral-forecast-first-token-ms", "x-corral-forecast-end-ms"
 """The headers of answers that have the forecast with which the request was accepted."""
 TIER = "x-corral-tier"
 """The header of answers that says whether the request runs with all others or in the `background`."""
-ANSWER_HEADERS = ["x-request-id", "retry-after", "traceparent", IGNORED, COST, TIER, *FORECASTS]
+ANSWER_HEADERS = ["x-request-id", "retry-after", "x-should-retry", "traceparent"]
+ANSWER_HEADERS += [IGNORED, COST, TIER, *FORECASTS]
 """The headers that other sites' pages may read."""
 MOST_IGNORED, MOST_IGNORED_CHARS = 32, 128
 """The fields that are named at most, and the characters of each name: a path of nested fields is long."""
@@ -99,13 +102,18 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        request_id = _request_id(headers)
+        if "anthropic-version" in headers or scope["path"].startswith(_ANTHROPICS_PATH):
+            send = _with_anthropics_id(request_id, send)
         line: Caller | None = scope.get(BATCH_LINE)
         async with AsyncExitStack() as stack:
             try:
                 if self._accounts is not None and scope["path"] not in _OPEN_PATHS:
                     await self._accounts.follow()
-                caller = line or self._caller(scope, headers)
+                caller = line or self._caller(scope, headers, request_id)
                 send = _noting_status(caller, send)
+                if self._open.is_draining and line is None:
+                    raise EngineClosedError("The server is being stopped.")
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work
                     if observed := self._telemetry.observe(caller, scope["path"], headers):
@@ -130,12 +138,13 @@ class AccessMiddleware:
                 body: list[bytes] | None = []
                 if endpoint is not None and not is_unread(endpoint):
                     body = await self._bodies.read(caller.holder, headers, receive)
+                    _check_arrival(headers, body)
                 if caller.observer is not None:
                     caller.observer.on_body(body or ())
             except CorralError as error:
                 if isinstance(error, NoRoomError) and line is None:
                     await self._hold_up(scope, headers)
-                await errors.response(Request(scope), error, headers=_closing(error))(
+                await errors.response(Request(scope), error, headers=_closing(error, headers))(
                     scope, receive, send
                 )
                 return
@@ -155,7 +164,7 @@ class AccessMiddleware:
         finally:
             self._n_held -= 1
 
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+    def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
         account, is_operator = None, self._operators_are_all
         if scope["path"] not in _OPEN_PATHS:
             self._network.check(scope, headers)
@@ -164,7 +173,7 @@ class AccessMiddleware:
                 is_operator = account.key.admin
         peer = scope.get("client")
         address = "" if peer is None else network_of(peer[0])
-        caller = Caller(_request_id(headers), account, address, is_operator)
+        caller = Caller(request_id, account, address, is_operator)
         within = (_milliseconds(headers, name) for name in (FIRST_TOKEN_WITHIN, END_WITHIN))
         caller.answer_by = Deadline(*within).after(-time.monotonic())
         return caller
@@ -183,6 +192,17 @@ class AccessMiddleware:
             raise NotSupportedError(f"This server does not answer at {path}: it was switched off.")
 
 
+def _check_arrival(headers: Headers, body: list[bytes] | None) -> None:
+    """Refuse a request whose body was lost before this server, with InvalidRequestError. Serve's own proxy
+    takes what is behind an offer to upgrade for another protocol, as uvicorn with httptools does."""
+    is_sent = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if body == [] and is_sent and "upgrade" in headers:
+        raise InvalidRequestError(
+            "The body was lost in Ray Serve's proxy, since the request offers to upgrade its connection "
+            "(Upgrade). Send it without this offer: Java's HttpClient does with version(HTTP_1_1)."
+        )
+
+
 def _may_wait(scope: Scope, headers: Headers) -> bool:
     declared = headers.get("content-length", "" if scope["method"] == "POST" else "0")
     return declared.isdecimal() and int(declared) <= MOST_HELD_BYTES
@@ -198,10 +218,23 @@ def _endpoint(scope: Scope) -> object:
     return None
 
 
-def _closing(error: CorralError) -> dict[str, str]:
-    """Nobody waits for the rest of a body that comes slowly, or lost its place."""
-    is_of_body = isinstance(error, SlowRequestError | BodyEndedError)
-    return {"Connection": "close"} if is_of_body else {}
+def _closing(error: CorralError, headers: Headers) -> dict[str, str]:
+    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that ends.
+    A proxy that expects 100 before it passes a body on takes another answer for a failure, unless the
+    connection ends with it: Apache makes it a 500."""
+    is_last = isinstance(error, SlowRequestError | BodyEndedError | EngineClosedError)
+    return {"Connection": "close"} if is_last or "expect" in headers else {}
+
+
+def _with_anthropics_id(request_id: str, send: Send) -> Send:
+    """The sender of an answer, with the request's id by the name that Anthropic's clients read."""
+
+    async def naming(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["request-id"] = request_id
+        await send(message)
+
+    return naming
 
 
 def _noting_status(caller: Caller, send: Send) -> Send:

@@ -65,13 +65,14 @@ class CreatedKeys:
         self.path = folder / "keys.json"
 
     def read(self) -> list[ApiKey]:
-        """The keys; none without a file. Raises ConfigError."""
+        """The keys; none without a file. Raises ConfigError, whose cause is an OSError if the file could
+        not be read."""
         try:
             return _KEYS.validate_json(self.path.read_bytes())
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(f"{self.path}: {error.strerror}") from None
+            raise ConfigError(f"{self.path}: {error.strerror}") from error
         except ValidationError as error:
             raise ConfigError(f"{self.path}: {describe_errors(error)}") from None
 

@@ -110,6 +110,8 @@ class OpenRequests:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.is_draining = False
+        """Whether those that run may end, and no other may begin."""
         self._by_client: Counter[str] = Counter()
         self._n = 0
 

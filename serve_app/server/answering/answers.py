@@ -22,8 +22,10 @@ from serve_app.server.model_registry import ServedModel
 logger = logging.getLogger("corral.ingress")
 
 
-class EventAnswer:
+class EventAnswer(sse.StreamForm):
     """An answer on its way, as the events of a stream in one protocol's form."""
+
+    media_type = "text/event-stream"
 
     def opening(self) -> Iterable[Json]:
         """The events before all others."""
@@ -33,9 +35,19 @@ class EventAnswer:
         """The end of a complete stream, as it is sent."""
         return ()
 
+    def waiting(self) -> Iterable[Json]:
+        """The events that tell a client to wait: they change nothing. None: a comment is sent."""
+        return ()
+
+    def ping(self) -> bytes:
+        return b"".join(map(self.encode_event, self.waiting())) or sse.PING
+
     def failure_event(self, error: CorralError) -> Json:
         """The last event of a stream that fails."""
         return openai_error_body(error)
+
+    def failure(self, error: CorralError) -> bytes:
+        return self.encode_event(self.failure_event(error))
 
     def encode_event(self, event: Json) -> bytes:
         """An event as it is sent."""
@@ -45,7 +57,8 @@ class EventAnswer:
         self, news: Any, events: Callable[[Any], Iterable[Json]]
     ) -> AsyncIterator[bytes]:
         """The events of all that an asynchronous iterator brings, those that come together in one piece.
-        The iterator is closed at the end, whatever happens."""
+        The iterator is closed at the end, whatever happens. Raises StreamBrokenError behind the event of a
+        failure."""
         async with aclosing(news):
             try:
                 if begun := b"".join(map(self.encode_event, self.opening())):
@@ -55,18 +68,18 @@ class EventAnswer:
                         yield written
                 if ended := b"".join(self.closing()):
                     yield ended
+                return
             except CorralError as error:
-                yield self.encode_event(self.failure_event(error))
+                failure = error
             except Exception:
                 logger.exception("A stream failed")
-                yield self.encode_event(self.failure_event(unexpected_error()))
+                failure = unexpected_error()
+            yield self.failure(failure)
+            raise sse.StreamBrokenError
 
 
 class ProtocolAnswer(EventAnswer, ABC):
     """An answer that is made of the deltas of sequences."""
-
-    ping = sse.PING
-    media_type = "text/event-stream"
 
     @abstractmethod
     def whole(self, sequences: Sequence[TokenDelta]) -> Any:
@@ -83,7 +96,7 @@ class ProtocolAnswer(EventAnswer, ABC):
         deltas = await generation.start(model, requests)
         if plan.stream:
             events = self.stream(deltas, lambda item: self.events(*item))
-            return sse.EventStream(events, plan.sse_ping_interval, self.ping, self.media_type)
+            return sse.EventStream(events, self, plan.sse_ping_interval)
         sequences: list[list[TokenDelta]] = [[] for _ in requests]
         async for index, delta in deltas:
             sequences[index].append(delta)

@@ -27,10 +27,9 @@ async def n_tokens(models: Mapping[str, ServedModel], length: PromptLength) -> i
 async def requests(
     model: ServedModel, answer_id: str, generation: Generation
 ) -> list[GenerationRequest]:
-    """The requests of all answers, the first prompt's first. The caller is charged. Raises KeyLimitError,
-    RateLimitError or PermissionDeniedError for what the caller may not."""
+    """The requests of all answers, the first prompt's first. `find` has found the model for the caller, who
+    is charged. Raises KeyLimitError, RateLimitError or PermissionDeniedError for what it may not."""
     caller = request_context.current()
-    caller.check_model(model.id)
     caller.check_priority(generation.request.priority)
     most = [caller.most_new(len(p), generation.sampling.max_tokens) for p in generation.prompts]
     await caller.ask_for(generation.n_answers)

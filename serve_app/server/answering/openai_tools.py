@@ -5,6 +5,7 @@ Source: OpenAI's API reference, "Chat" and "Responses", `tools` and `tool_choice
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from typing import Any, Literal
 
@@ -39,6 +40,14 @@ class CustomFormat(RequestModel):
         return {**rest, "grammar": {name: value.get(name) for name in names}}
 
 
+_FLAGS = re.compile(r"\A\(\?([ims]+)\)(.*)\Z", re.DOTALL)
+"""Flags before a regular expression, which those of custom tools may have, and patterns of schemas not."""
+
+
+def _as_group(flags: re.Match[str]) -> str:
+    return f"(?{flags[1]}:{flags[2]})"
+
+
 class CustomDefinition(RequestModel):
     """A tool that takes a text."""
 
@@ -52,7 +61,7 @@ class CustomDefinition(RequestModel):
         grammar, description = self.format.grammar, self.description or ""
         text: dict[str, Any] = {"type": "string"}
         if grammar is not None and grammar.syntax == "regex":
-            text["pattern"] = f"^(?:{grammar.definition})$"
+            text["pattern"] = f"^(?:{_FLAGS.sub(_as_group, grammar.definition)})$"
         elif grammar is not None:
             description += f"\n\nThe input matches this Lark grammar:\n{grammar.definition}"
         parameters = {

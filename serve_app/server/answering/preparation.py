@@ -14,7 +14,9 @@ from serve_app.base.sampling import LogitBias, ReasoningBudget, SamplingParams
 from serve_app.base.types import MEDIUM, Adapters, GenerationRequest, Medium, Size
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
+from serve_app.prompt.normaliser import PARAGRAPH
 from serve_app.prompt.tool_calls.calls import FunctionNames
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 from serve_app.server.answering.requests import ChatRequest, GenerationParams
 from serve_app.server.http.request_model import name_ignored
 from serve_app.server.model_registry import MediaReader, ModelInfo, active
@@ -241,9 +243,9 @@ def sampling(model: ModelInfo, params: GenerationParams) -> SamplingParams:
 
 def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str) -> Chat:
     """`n` answers to a chat. Raises InvalidRequestError."""
-    turns, prefill = _turns(model, body)
-    prompt, media = _with_attachments(model, body, turns, prefill, prompt_field)
-    sampling = chat_sampling(model, body, prompt, prefill)
+    turns, begun = _turns(model, body)
+    prompt, media = _with_attachments(model, body, turns, begun, prompt_field)
+    sampling = chat_sampling(model, body, prompt, is_begun=begun is not None)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
@@ -251,7 +253,7 @@ def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str)
         [tool.for_template() for tool in body.offered_tools if body.parse_tool_calls],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
-        prefill,
+        "" if begun is None else begun.text,
         body.verbose,
     )
 
@@ -278,31 +280,33 @@ def chat_with_media(
 
 
 def _with_attachments(
-    model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, prompt_field: str
+    model: ModelInfo, body: ChatRequest, turns: Conversation, begun: Turn | None, prompt_field: str
 ) -> tuple[tuple[int, ...], tuple[Medium, ...]]:
     attachments = [medium for turn in turns for medium in turn.attachments]
     for medium in attachments:
         check_medium(model, medium.is_sound, prompt_field)
-    prompt = _render(model, body, turns, prefill, model.tokenizer.encode_chat)
+    prompt = _render(model, body, turns, begun, model.tokenizer.encode_chat)
     return with_media(model, prompt, [medium.url for medium in attachments], prompt_field)
 
 
-_PARTS = "\n\n"
-"""The text that llama-server puts between the parts of a message that is continued."""
 _LEFT_OUT = "[left out: this model reads text only]"
 
 
-def _turns(model: ModelInfo, body: ChatRequest) -> tuple[Conversation, str]:
-    """The turns that the model reads, and the beginning of the answer: the text of the assistant's last
-    turns, if these are continued."""
-    turns, texts = list(body.conversation), list[str]()
+def _turns(model: ModelInfo, body: ChatRequest) -> tuple[Conversation, Turn | None]:
+    """The turns that the model reads, and the answer that is begun: the assistant's last turns, if these
+    are continued and have a text."""
+    turns, last = list(body.conversation), list[Turn]()
     while body.continues and turns and turns[-1].role == "assistant" and not turns[-1].calls:
-        texts[:0] = [part for part in turns.pop().parts if isinstance(part, str)]
+        last.insert(0, turns.pop())
+    texts = tuple(text for turn in last for text in turn.texts)
+    texts = texts if len(last) == 1 else (PARAGRAPH.join(texts),)
+    reasoning = PARAGRAPH.join(turn.reasoning for turn in last if turn.reasoning)
+    begun = Turn("assistant", texts, reasoning) if any(texts) else None
     if model.media is None:
         turns = [_without_pictures(turn) if turn.role == "tool" else turn for turn in turns]
     if model.defaults.system_prompt and not any(turn.role == "system" for turn in turns):
         turns.insert(0, Turn("system", (model.defaults.system_prompt,)))
-    return turns, _PARTS.join(texts)
+    return turns, begun
 
 
 def _without_pictures(turn: Turn) -> Turn:
@@ -326,49 +330,83 @@ def chat_prompt(model: ModelInfo, body: ChatRequest) -> tuple[int, ...]:
     return _render(model, body, *_turns(model, body), model.tokenizer.encode_chat)
 
 
+def rendered_tokens(model: ModelInfo, body: ChatRequest, prompt_field: str) -> tuple[int, ...]:
+    """The prompt of a chat without pictures and sounds, whose tokens an engine counts. Raises
+    InvalidRequestError."""
+    prompt = chat_prompt(model, body)
+    if any(token < 0 for token in prompt):
+        raise InvalidRequestError("The tokens of pictures and sounds are not told.", prompt_field)
+    return prompt
+
+
+def describe_prompt(tokens: Sequence[int]) -> dict[str, Any]:
+    """What vLLM's routes `/render` tell of a prompt, as far as routers read it."""
+    return {"request_id": uuid.uuid4().hex, "token_ids": tokens, "features": None}
+
+
 def chat_text(model: ModelInfo, body: ChatRequest) -> str:
     return str(_render(model, body, *_turns(model, body), model.tokenizer.render_chat))
 
 
 def _render(
-    model: ModelInfo, body: ChatRequest, turns: Conversation, prefill: str, render: Callable[..., T]
+    model: ModelInfo,
+    body: ChatRequest,
+    turns: Conversation,
+    begun: Turn | None,
+    render: Callable[..., T],
 ) -> T:
     # Templates may leave out all but the contents.
-    n_chars = sum(len(turn.text) for turn in turns) + len(prefill)
+    n_chars = sum(len(turn.text) for turn in (*turns, *([begun] if begun else ())))
     refuse_far_too_long(model, "messages", n_chars)
     with more_memory(CHAR_BYTES * n_chars):
         return render(
             turns,
             body.tools_for_template(),
-            {**model.defaults.chat_template_kwargs, **body.template_kwargs},
-            body.may_think and not prefill,
-            add_generation_prompt=bool(prefill) or body.add_generation_prompt is not False,
-            prefill=prefill,
+            _variables(model, body),
+            _may_think(model, body),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            begun=begun,
         )
 
 
+def _variables(model: ModelInfo, body: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template, by the model's defaults and the request."""
+    return {**model.defaults.chat_template_kwargs, **body.template_kwargs}
+
+
+def _may_think(model: ModelInfo, body: ChatRequest) -> bool:
+    """Whether reasoning may come first. What is off does not begin where a grammar holds the answer."""
+    variables = _variables(model, body)
+    is_off = any(variables.get(name) is False for name in ("enable_thinking", "thinking"))
+    return body.may_think and not (is_off and body.constraint is not None)
+
+
 def chat_sampling(
-    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], prefill: str = ""
+    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], *, is_begun: bool = False
 ) -> SamplingParams:
-    """The engine's parameters of the answer to this prompt. Raises InvalidRequestError."""
-    grammar = _chat_grammar(model, body, prompt, may_think=body.may_think and not prefill)
+    """The engine's parameters of the answer to this prompt, which may have its beginning. Raises
+    InvalidRequestError."""
+    grammar = _chat_grammar(model, body, prompt, is_begun=is_begun)
     params = sampling(model, body)
     return params if grammar is None else dataclasses.replace(params, grammar=grammar)
 
 
 def _chat_grammar(
-    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], *, may_think: bool
+    model: ModelInfo, body: ChatRequest, prompt: Sequence[int], *, is_begun: bool
 ) -> str | None:
     """The grammar of calls and of the answer's schema, if the request or the model's format needs one."""
     dialect, constraint = model.tokenizer.dialect(prompt), body.constraint
-    if not may_think:
-        dialect = dataclasses.replace(dialect, thinking=grammars.ThinkingPhase.NEVER)
+    if is_begun:
+        dialect = dataclasses.replace(dialect, thinking=ThinkingPhase.BEHIND)
+    elif not _may_think(model, body):
+        dialect = dataclasses.replace(dialect, thinking=ThinkingPhase.OFF)
     schema = constraint if constraint is not None and constraint.kind == "schema" else None
     tool_format = dialect.tool_format
-    if not (body.offered_tools and (body.holds_calls or tool_format.holds_answers)):
+    # Text that is begun is not in the form to which a format may hold all answers.
+    holds = body.holds_calls or (tool_format.holds_answers and not is_begun)
+    if not (body.offered_tools and holds):
         return None if schema is None else schema.grammar(dialect)
     forced = body.forced_tools()
-    # Models that were not trained for a format may call without end.
     parallel = body.parallel_tool_calls
     names = FunctionNames(tool.function.name for tool in body.offered_tools)
     functions = [tool.function.model_dump() for tool in forced or body.offered_tools]
@@ -376,7 +414,8 @@ def _chat_grammar(
         [function | {"name": names.of_model(function["name"])} for function in functions],
         dialect,
         forced=bool(forced),
-        parallel=parallel is True if tool_format.holds_answers else parallel is not False,
+        # A model that must call, or that knows no format of calls, may call without end.
+        parallel=parallel is True if forced or tool_format.holds_answers else parallel is not False,
         param="tools",
         answer=None if schema is None else schema.form,
         loosened=name_ignored,

@@ -169,8 +169,8 @@ class AnswerParams(ModelledRequest):
     cache_salt: CacheSalt | None = None
     """vLLM's: cached prefixes are shared only with requests that send the same."""
     sse_ping_interval: PingInterval | None = None
-    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is a
-    comment but for Anthropic's clients. Without it, `ingress.sse_ping_interval_s` counts."""
+    """llama-server's: seconds without news after which a stream sends a ping; 0 and -1: never. A ping is
+    an event that changes nothing. Without it, `ingress.sse_ping_interval_s` counts."""
 
     def common_fields(self) -> dict[str, Any]:
         """Returns these fields, for the request in OpenAI's form."""
@@ -183,6 +183,15 @@ class GenerationParams(AnswerParams):
 
     model_config = ConfigDict(json_schema_extra=_describe)
 
+    # SGLang's and vLLM's routers add these to each request.
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "no_stop_trim": (None, False),
+        "skip_special_tokens": (None, True),
+        "separate_reasoning": (None, True),
+        "stream_reasoning": (None, True),
+        "include_reasoning": (None, True),
+        "return_hidden_states": (None, False),
+    }
     INERT: ClassVar[frozenset[str]] = frozenset(
         {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
     )
@@ -435,6 +444,7 @@ class ChatRequest(GenerationParams):
     """A chat of any protocol: all fields but its messages."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationParams.NEUTRAL,
         "functions": (None, []),
         "function_call": (None, "auto", "none"),
         "modalities": (None, ["text"]),
@@ -442,7 +452,7 @@ class ChatRequest(GenerationParams):
         "web_search_options": (None,),
         "moderation": (None,),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
+    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL)
     INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from serve_app.base.errors import (
     TextTooLongError,
 )
 from serve_app.base.types import Medium
+from serve_app.prompt.tokenizer import keep_first, keep_last
 from serve_app.server.answering.preparation import refuse_huge
 from serve_app.server.answering.prompts import MediaPrompt, Mixed, media_prompt, mixed_tokens
 from serve_app.server.http import request_context
@@ -36,6 +38,25 @@ _ANSWER_FACTOR = 24
 _INT16_MAX = 32760.0  # what llama-server makes of the largest number with `embd_normalize: 0`
 
 
+class TextCut(NamedTuple):
+    """How a text is cut that has too many tokens."""
+
+    n_most: int | None = None
+    """The tokens that are kept; None for as many as the model takes."""
+    side: Literal["left", "right"] = "right"
+    """The side where tokens are lost."""
+
+    def most(self, model: ModelInfo) -> int:
+        """The tokens that a text of this model keeps."""
+        longest = model.n_ctx_slot
+        return longest if self.n_most is None else min(longest, self.n_most)
+
+    @property
+    def keep(self) -> Callable[[Sequence[int], int], Sequence[int]]:
+        """Keeps so many tokens."""
+        return keep_first if self.side == "right" else keep_last
+
+
 @dataclass(frozen=True, slots=True)
 class TextsToEmbed:
     """The prepared request for vectors."""
@@ -46,6 +67,8 @@ class TextsToEmbed:
     """The pictures and sounds in the places of MEDIUM in the texts."""
     dimensions: int | None = None
     as_base64: bool = False
+    types: tuple[str, ...] = ()
+    """The forms of vectors in Cohere's answer."""
     norm: int = 2
     """The kind of norm: see `normalize`. Classes are probabilities unless it is -1."""
     user: str | None = None
@@ -59,7 +82,7 @@ def to_embed(
     field: str,
     instruction: str = "",
     *,
-    cut: bool = False,
+    cut: TextCut | None = None,
 ) -> TextsToEmbed:
     """The prompts with the tokens that the model wants around them. The instruction comes before each one
     that is a text. Raises CorralError."""
@@ -76,7 +99,7 @@ def to_embed(
             tokens = mixed_tokens(model, prompt, field)
         texts.append(tokens)
     return TextsToEmbed(
-        model.id, check_texts(model, texts, field, cut=cut and not media), tuple(media)
+        model.id, check_texts(model, texts, field, cut=None if media else cut), tuple(media)
     )
 
 
@@ -103,17 +126,17 @@ def check_has_vectors(model: ModelInfo) -> None:
 
 
 def check_texts(
-    model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str, *, cut: bool = False
+    model: ModelInfo, texts: Sequence[tuple[int, ...]], field: str, *, cut: TextCut | None = None
 ) -> Texts:
     """The texts, those that are too long cut if they may be. Raises TextTooLongError, or
     InvalidRequestError for too many tokens in all."""
-    if cut:
-        texts = [cut_text(model, tokens, model.longest_text) for tokens in texts]
+    if cut is not None:
+        texts = [_cut_text(model, tokens, cut) for tokens in texts]
     if not all(texts):
         raise InvalidRequestError("Input content cannot be empty", field)
     longest = max(map(len, texts))
-    if longest > model.longest_text:
-        raise TextTooLongError(longest, model.longest_text, field)
+    if longest > model.n_ctx_slot:
+        raise TextTooLongError(longest, model.n_ctx_slot, field)
     n_tokens, tokenizer = sum(map(len, texts)), model.tokenizer
     if n_tokens > MAX_TOKENS:
         raise InvalidRequestError(f"{field}: more than {MAX_TOKENS} tokens in all.", field)
@@ -126,13 +149,15 @@ def check_texts(
     return tuple(texts)
 
 
-def cut_text(model: ModelInfo, tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The first so many tokens. A token that ends every text stays."""
+def _cut_text(model: ModelInfo, tokens: tuple[int, ...], cut: TextCut) -> tuple[int, ...]:
+    """The text without the tokens of one side, but for one there that every text has."""
+    most, nothing = cut.most(model), model.tokenizer.encode_for_embedding("")
     if len(tokens) <= most:
         return tokens
-    nothing = model.tokenizer.encode_for_embedding("")
-    ending = tokens[-1:] if nothing[-1:] == tokens[-1:] else ()
-    return (tokens[: max(0, most - len(ending))] + ending)[:most]
+    at = slice(-1, None) if cut.side == "right" else slice(1)
+    own = tokens[at] if tokens[at] == nothing[at] else ()
+    kept = tuple(cut.keep(tokens, max(0, most - len(own))))
+    return (kept + own if cut.side == "right" else own + kept)[:most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +169,8 @@ class ComputedVectors:
     dimensions: int | None = None
     """The numbers that the answer has of each vector; all by default."""
     as_base64: bool = False
+    types: tuple[str, ...] = ()
+    """The forms of vectors in Cohere's answer."""
     norm: int = 2
     """The kind of norm: see `normalize`."""
     lengths: tuple[int, ...] | None = None
@@ -197,7 +224,7 @@ async def compute(
         lengths = tuple(map(len, body.texts))
     name = body.name or body.model
     total_ns = 0 if math.isnan(began) else round((time.perf_counter() - began) * 1e9)
-    form = body.dimensions, body.as_base64, body.norm, lengths, total_ns
+    form = body.dimensions, body.as_base64, body.types, body.norm, lengths, total_ns
     return ComputedVectors(name, n_tokens, *form).pieces(vectors)
 
 
@@ -207,7 +234,6 @@ async def embed(
     """The number of tokens of texts and their media, and the texts' vectors, charged to the caller. Raises
     KeyLimitError or RateLimitError for what the caller may not, and what the engine does."""
     caller = request_context.current()
-    caller.check_model(model.id)
     await caller.admit(texts)
     n_tokens = sum(map(len, texts)) - len(media)
     try:

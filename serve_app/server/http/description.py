@@ -21,7 +21,11 @@ _RETRY_AFTER = {
     "Retry-After": {
         "schema": {"type": "integer"},
         "description": "Seconds to wait, if the same request may be answered then.",
-    }
+    },
+    "x-should-retry": {
+        "schema": {"const": "false"},
+        "description": "Clients should not try again by themselves: not soon, or never.",
+    },
 }
 _SECURITY: Json = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "OpenAI's way to send a key."},

@@ -101,7 +101,7 @@ def response(
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if error.is_final:
+    if error.is_final or error.asks_patience:
         headers["x-should-retry"] = "false"
     return JSONResponse(shape.body(error, status), status, headers)
 

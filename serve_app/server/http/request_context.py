@@ -124,6 +124,8 @@ class Caller:
     """The sender's IPv4 address, or network of IPv6 addresses."""
     is_operator: bool = True
     """Whether it may do what operators do, and see what others do."""
+    allowed_models: Sequence[str] | None = None
+    """The patterns of the models that it may use, which are its key's if it has one. None is all."""
     is_batch_line: bool = False
     is_promoted: bool = False
     """Whether the line's time runs out: it is one more client, charged and limited as others are."""
@@ -147,6 +149,10 @@ class Caller:
     _is_running: bool = field(default=False, init=False)
     """Whether it has asked for work."""
     _is_computed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.account is not None:
+            self.allowed_models = self.account.key.models
 
     def client(self, user: str | None) -> str:
         """The client among those that share the slots: an API key, or, without keys, a user. Batches whose
@@ -279,11 +285,19 @@ class Caller:
         )
         raise PermissionDeniedError(f"{what} is only for operators. It needs {who}.")
 
-    def check_model(self, name: str) -> None:
-        """Refuse a model of this name that the key may not use, with PermissionDeniedError."""
-        allowed = None if self.account is None else self.account.key.models
-        if allowed is not None and not any(fnmatchcase(name, pattern) for pattern in allowed):
-            raise PermissionDeniedError(f"This API key may not use {name!r}.", "model")
+    def may_use(self, model_id: str) -> bool:
+        """Whether the key may use a model, or with an adapter, a `MODEL:ADAPTER`."""
+        allowed = self.allowed_models
+        return allowed is None or any(fnmatchcase(model_id, pattern) for pattern in allowed)
+
+    def check_model(self, model_id: str, name: str | None = None) -> None:
+        """Refuse a model that the key may not use, with PermissionDeniedError. The message has the name
+        that the client sent, if it sent one, and tells nothing of the model."""
+        if not self.may_use(model_id):
+            which = "the default model" if name is None else repr(name)
+            raise PermissionDeniedError(
+                f"This API key may not use {which}. GET /v1/models lists what it may use.", "model"
+            )
 
     def most_new(self, n_prompt: int, most: int | None) -> int | None:
         """The tokens that an answer may have behind such a prompt, if the request asks for `most`. Raises

@@ -246,7 +246,7 @@ def parse_body(kind: type[M], body: bytes) -> M:
 @functools.cache
 def body_type(work: Callable[..., Any]) -> Any:
     """The type of the body that a work is done on, its second argument: `bytes` for a body as it came."""
-    return list(get_type_hints(work).values())[1]
+    return list(get_type_hints(work, include_extras=True).values())[1]
 
 
 def body_for(work: Callable[..., Any], body: bytes) -> Any:

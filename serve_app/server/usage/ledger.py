@@ -7,9 +7,9 @@ needs shared memory, which does not reach other machines: on all other file syst
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import math
-import os
 import secrets
 import sqlite3
 import time
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from serve_app.base.databases import transaction
+from serve_app.base.databases import make_private, transaction
 from serve_app.base.errors import CorralError, LedgerError
 from serve_app.config.schema import PriceConfig
 from serve_app.server.http.request_context import UsageCounts
@@ -136,13 +136,16 @@ class Ledger:
         self._is_writing = self._is_closed = False
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._reader = ThreadPoolExecutor(1, "usage")
+        self._path = None if folder is None else folder / _FILE
         self._db: sqlite3.Connection | None = None
+        self._opened: tuple[int, int] | None = None
+        """The number of the file that the connection is to."""
         self._has_failed = False
         self._key_metrics = KeyMetrics()
         self._tidied = -math.inf
-        if folder is not None:
+        if folder is not None and self._path is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _make_private(folder / _FILE)
+            make_private(self._path)
 
     def counter(
         self, key: str, endpoint: str, *, batch: bool = False
@@ -236,14 +239,14 @@ class Ledger:
             f"SELECT {columns}, {_SUMS} FROM usage WHERE {' AND '.join(conditions)} "
             f"GROUP BY {', '.join(['bucket', *names])} ORDER BY bucket LIMIT {MOST_SHOWN_ROWS}"
         )
-        folder = self.folder
-        if folder is None:
+        path = self._path
+        if path is None:
             return await self.call(lambda db: _rows(db, query, values))
         await self.call(lambda _: None)
 
         def read() -> list[dict[str, Any]]:
             try:
-                with closing(sqlite3.connect(folder / _FILE, _BUSY_S)) as db:
+                with closing(sqlite3.connect(path, _BUSY_S)) as db:
                     return _rows(db, query, values)
             except sqlite3.Error as error:
                 raise _unusable(error) from None
@@ -301,7 +304,7 @@ class Ledger:
             if not self._has_failed:
                 logger.error(
                     "%s: %s A damaged file can be moved away: a new one begins.",
-                    self.folder,
+                    self._path,
                     _unusable(error),
                 )
             self._keep(batch)
@@ -330,6 +333,8 @@ class Ledger:
     def _write(self, batch: _Batch) -> list[Any]:
         """Make one transaction. Returns the functions' results, or the CorralErrors that they raise."""
         try:
+            if self._path is not None and _file_number(self._path) != self._opened:
+                self._leave_moved_file()
             db = self._db = self._db or self._open_database()
             with transaction(db):
                 if batch.usage:
@@ -344,16 +349,28 @@ class Ledger:
                 self._tidy(db)
                 return results
         except (sqlite3.Error, OSError):
-            if self._db is not None and self.folder is not None:
-                self._closing()
-                self._db = None
+            if self._db is not None and self._path is not None:
+                if _file_number(self._path) == self._opened:
+                    self._closing()
+                    self._db = None
+                else:
+                    self._leave_moved_file()
             raise
 
+    def _leave_moved_file(self) -> None:
+        """Go on in the file that has the name now. The connection to the one that had it stays open for
+        ever: SQLite would remove the log of the file that has the name, as it closes."""
+        if self._db is not None:
+            self._closing.detach()
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
+            logger.warning("%s was moved away: a new one begins.", self._path)
+        self._db = None
+
     def _open_database(self) -> sqlite3.Connection:
-        path: Path | str = ":memory:"
-        if self.folder is not None:
-            path = self.folder / _FILE
-            _make_private(path)
+        if self._path is not None:
+            make_private(self._path)
+            self._opened = _file_number(self._path)
+        path = self._path or ":memory:"
         db = sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False)
         self._closing = weakref.finalize(self, db.close)
         mount = None if self.folder is None else mount_of(self.folder)
@@ -414,8 +431,13 @@ def _use_wal(db: sqlite3.Connection) -> None:
         time.sleep(_RETRY_S)
 
 
-def _make_private(path: Path) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+def _file_number(path: Path) -> tuple[int, int] | None:
+    """What tells the file from another one of its name; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _unusable(error: BaseException) -> LedgerError:

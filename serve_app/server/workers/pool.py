@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +26,24 @@ from serve_app.base.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.channel import processes
 from serve_app.channel.protocol import frame_body
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.server.http import request_context
 from serve_app.server.model_registry import ModelFile, ModelInfo, Models, NumberedAdapters
 from serve_app.server.workers import wire
 from serve_app.server.workers.fair_semaphore import FairSemaphore
 from serve_app.server.workers.wire import Outcome, Piece, WorkOrder
-from serve_app.server.workers.worker import CPU_S, NO_FILES, NO_PID, PID, Start, fork_worker
+from serve_app.server.workers.worker import (
+    CPU_S,
+    NO_FILES,
+    NO_PID,
+    PID,
+    PING,
+    Start,
+    fork_worker,
+    nothing,
+)
 
 NICENESS = 10
 """The addition to the niceness of workers that read long prompts. Beside a thread that decodes, they get a
@@ -84,6 +95,9 @@ class _Job:
     pieces: Sequence[Piece]
     """The pieces of the body, and the files that were fetched for it."""
     result_type: Any
+
+
+_PING = _Job("", WorkOrder(wire.name_of(nothing), 0), (), wire.result_type(nothing))
 
 
 class Worker:
@@ -192,29 +206,43 @@ class Zygote:
         self._control.setblocking(False)
         self._reader: asyncio.StreamReader | None = None
 
-    async def fork(self) -> Worker:
-        """A new worker. Raises CorralError if there can be none, WorkerDiedError if it is gone again, and
-        EOFError if the zygote is gone."""
+    async def _ready(self) -> asyncio.StreamReader:
+        """What answers come from, when it has read the models. Raises CorralError and EOFError."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._control)
             refusal = await wire.receive_outcome(self._reader, None)
             if isinstance(refusal, CorralError):
                 raise refusal
+        return self._reader
+
+    async def ping(self) -> None:
+        """Returns when it has answered. Raises CorralError, and EOFError if the zygote is gone."""
+        reader = await self._ready()
+        try:
+            self._writer.write(PING)
+            await reader.readexactly(PID.size)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise EOFError from error
+
+    async def fork(self) -> Worker:
+        """A new worker. Raises CorralError if there can be none, WorkerDiedError if it is gone again, and
+        EOFError if the zygote is gone."""
+        reader = await self._ready()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-            (pid,) = PID.unpack(await self._reader.readexactly(PID.size))
+            (pid,) = PID.unpack(await reader.readexactly(PID.size))
             if pid == NO_PID:
                 raise EngineUnavailableError("No process can be started to read this request.")
-            reader, writer = await asyncio.open_connection(sock=ours)
+            of_worker, writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
             ours.close()
             if isinstance(error, OSError | asyncio.IncompleteReadError):
                 raise EOFError from error
             raise
         try:
-            return Worker(pid, reader, writer, self)
+            return Worker(pid, of_worker, writer, self)
         except OSError as error:  # it is gone, or there is no descriptor for it
             writer.close()
             raise WorkerDiedError from error
@@ -265,11 +293,14 @@ class WorkerPool:
         n_slow: int = 2,
         keeps_texts: bool = True,
         opened: Models | None = None,
+        options: RayServeOptions = RayServeOptions(),  # noqa: B008  # is frozen
     ) -> None:
         """Start the zygote. It imports the modules, and reads the vocabularies by `read`, a function that
         can be imported. Workers start when they are needed. `keeps_texts` says whether their log may have
         clients' texts. With `opened`, the models as `read` has read them here, the first zygote is forked
-        from this process and shares its memory. No thread may hold a lock then."""
+        from this process and shares its memory. No thread may hold a lock then. A process that is silent
+        for the options' `health_check_timeout_s` is replaced."""
+        self._options = options
         self._start = Start(tuple(models), tuple(modules), wire.name_of(read), keeps_texts)
         self._zygote = Zygote(self._start, opened)
         self._forking = asyncio.Lock()
@@ -291,7 +322,8 @@ class WorkerPool:
     ) -> T:
         data = (*pieces, *files.values())
         n_bytes, sizes = sum(map(len, data)), tuple((url, len(file)) for url, file in files.items())
-        order = WorkOrder(wire.name_of(work), n_bytes, self.adapters, sizes)
+        allowed = request_context.current().allowed_models
+        order = WorkOrder(wire.name_of(work), n_bytes, self.adapters, sizes, allowed)
         job = _Job(client, order, data, wire.result_type(work))
         is_slow = False
         for _ in range(_N_TRIES):
@@ -358,10 +390,15 @@ class WorkerPool:
         try:
             if not await worker.is_quick(quick_s):
                 worker.set_idle_priority()
+            silent_s = 0.0
             async with asyncio.timeout(WALL_S):
                 while not worker.doing.done():
                     await asyncio.wait([worker.doing], timeout=_LOOK_S)
                     worker.cpu_s()
+                    silent_s = 0.0 if processes.is_busy(worker.pid) else silent_s + _LOOK_S
+                    if silent_s > self._options.health_check_timeout_s:
+                        logger.error("A worker was silent for %g s.", silent_s)
+                        worker.end()
             return worker.doing.result()
         except TimeoutError:
             raise _too_busy() from None
@@ -416,23 +453,57 @@ class WorkerPool:
         async with self._forking:
             if (kept := self._take_idle(is_niced)) is not None:
                 return kept
-            worker = await self._new()
+            worker = await self._ask_zygote(Zygote.fork)
             if is_niced:
                 worker.renice()
             return worker
 
-    async def _new(self) -> Worker:
+    async def _ask_zygote(self, ask: Callable[[Zygote], Awaitable[T]]) -> T:
+        """The zygote's answer; another one's if it has ended, or hangs. Raises like `Zygote.fork`."""
         try:
-            return await self._zygote.fork()
+            return await self._await_answer(ask(self._zygote))
         except EOFError:
             self._check_is_open()
             logger.warning("The process that forks workers has ended. Starting a new one.")
             self._zygote.close()
             self._zygote = Zygote(self._start)
-            return await self._zygote.fork()
+            return await self._await_answer(ask(self._zygote))
+
+    async def _await_answer(self, asking: Awaitable[T]) -> T:
+        answer = asyncio.ensure_future(asking)
+        timeout_s = self._options.health_check_timeout_s
+        if not await processes.answers(answer, self._zygote.pid, timeout_s):
+            logger.error("The process that forks workers was silent for %g s.", timeout_s)
+            answer.cancel()
+            raise EOFError
+        return await answer
+
+    async def watch(self) -> None:
+        """Ask all processes that have nothing to do every `health_check_period_s` whether they run, and
+        replace those that hang. Until it is cancelled."""
+        while not self._is_closed:
+            await asyncio.sleep(self._options.health_check_period_s)
+            try:
+                async with self._forking:
+                    await self._ask_zygote(Zygote.ping)
+                for worker in self._idle.copy():
+                    await self._ping(worker)
+            except (CorralError, EOFError) as error:
+                logger.warning("Workers cannot be started: %r.", error)
+
+    async def _ping(self, worker: Worker) -> None:
+        if worker not in self._idle:
+            return
+        self._idle.remove(worker)
+        with suppress(WorkerDiedError), self._doing(worker, _PING):
+            timeout_s = self._options.health_check_timeout_s
+            if await processes.answers(worker.doing, worker.pid, timeout_s):
+                worker.doing.result()
+            else:
+                logger.error("A worker was silent for %g s.", timeout_s)
 
     async def renew(self, models: Sequence[ModelFile]) -> None:
-        """Have workers with these models from now on. Raises CorralError if one cannot be read."""
+        """Have workers with these models from now on."""
         start = replace(self._start, models=tuple(models))
         zygote = Zygote(start)
         first = await zygote.fork()

@@ -57,6 +57,8 @@ class WorkOrder(msgspec.Struct, array_like=True, frozen=True):
     """The adapters of the models, by their ids, whose adapters have changed since workers read them."""
     files: tuple[tuple[str, int], ...] = ()
     """The URLs and bytes of the files that were fetched for the body."""
+    allowed_models: Sequence[str] | None = None
+    """See Caller."""
 
 
 def with_adapters(models: Models, adapters: Mapping[str, NumberedAdapters]) -> Models:

@@ -33,8 +33,9 @@ import msgspec
 
 from serve_app.base import logs
 from serve_app.base.errors import CorralError, InvalidRequestError, RequestTooLargeError
-from serve_app.server.http import request_model
-from serve_app.server.model_registry import ModelFile, ModelInfo, Models
+from serve_app.server.http import request_context, request_model
+from serve_app.server.http.request_context import Caller
+from serve_app.server.model_registry import ModelFile, ModelInfo, Models, open_or_leave_out
 from serve_app.server.workers import wire
 from serve_app.server.workers.wire import Work, WorkOrder
 
@@ -77,6 +78,7 @@ def serve_orders(connection: socket.socket, models: Models) -> None:
 
 def answer_order(order: WorkOrder, models: Models, data: bytes) -> bytes:
     """The outcome, packed, which takes memory, too."""
+    request_context.enter(Caller(allowed_models=order.allowed_models))
     try:
         n_body = order.n_bytes - sum(n_bytes for _, n_bytes in order.files)
         files, start = dict[str, memoryview](), n_body
@@ -154,6 +156,10 @@ def _data_bytes() -> int:
     return int(pages[5]) * resource.getpagesize()
 
 
+def nothing(models: Models, body: bytes) -> None:
+    """The work of a worker that only says whether it runs."""
+
+
 ENCODINGS = ("gzip", "x-gzip", "deflate")
 """The forms of compressed bodies that are read."""
 _GZIP_OR_ZLIB, _RAW = 32 + zlib.MAX_WBITS, -zlib.MAX_WBITS
@@ -175,6 +181,8 @@ def inflate(models: Models, body: bytes) -> bytes:
 
 
 PID = struct.Struct("<i")
+PING = b"p"
+"""A question of the ingress whether the zygote runs. The answer is NO_PID."""
 NO_PID = -1
 """The answer where no worker could be forked."""
 SHORTEST_NS = 100_000  # Linux takes no shorter slices
@@ -239,29 +247,33 @@ def main(fd: int, opened: Models | None = None) -> None:
         if not start.keeps_texts:
             logs.forbid_texts(logging.getLogger().handlers)
         models = _models(start, opened)
-        outcome = wire.WorkResult(None) if isinstance(models, dict) else models
-        control.sendall(wire.packed_outcome(outcome))
+        control.sendall(wire.packed_outcome(wire.WorkResult(None)))
         gc.freeze()  # so that workers need not copy what is there now
-        while isinstance(models, dict):
+        while True:
             command, fds, _, _ = socket.recv_fds(control, 1, 1)
             if not command:
                 return
+            if command == PING:
+                control.sendall(PID.pack(NO_PID))
+                continue
             _fork(control, socket.socket(fileno=fds[0]), models)
 
 
-def _models(start: Start, opened: Models | None) -> dict[str, ModelInfo] | CorralError:
-    try:
-        for module in start.modules:
-            importlib.import_module(module)
-        read: Callable[[ModelFile], ModelInfo] = pkgutil.resolve_name(start.read)
-        models = {file.id: read(file) for file in start.models} if opened is None else opened
-        for model in models.values():
+def _models(start: Start, opened: Models | None) -> dict[str, ModelInfo]:
+    """The models, ready for work. One that cannot be read is left out: its requests learn why."""
+    for module in start.modules:
+        importlib.import_module(module)
+    read: Callable[[ModelFile], ModelInfo] = pkgutil.resolve_name(start.read)
+
+    def warmed_up(file: ModelFile) -> ModelInfo:
+        model = read(file) if opened is None else opened[file.id]
+        if not model.problem:
             model.tokenizer.warm_up()
             if model.media is not None:
                 model.media.load()
-        return dict(models)
-    except CorralError as error:
-        return error
+        return model
+
+    return {file.id: open_or_leave_out(file, warmed_up) for file in start.models}
 
 
 def _fork(control: socket.socket, connection: socket.socket, models: dict[str, ModelInfo]) -> None:

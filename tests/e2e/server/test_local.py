@@ -179,10 +179,7 @@ def test_a_head_that_does_not_end_is_bounded(server: Corral) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.settimeout(20)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20_000)
-        with pytest.raises(ConnectionError):  # noqa: PT012
-            while client.recv(4096):
-                pass
-            raise ConnectionResetError
+        assert client.recv(4096).startswith(b"HTTP/1.1 431")
 
 
 def test_running_answers_end_first(server: Corral) -> None:

@@ -6,7 +6,7 @@ import time
 
 from serve_app.base.sampling import LogitBias
 from serve_app.base.types import Accepted
-from serve_app.cluster.deployments import SERVE_DEFAULTS
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.run.replica.loaded_model import MOST_ENTERING
 from serve_app.store.builtin_model import BUILTIN_MODEL
@@ -32,4 +32,4 @@ def test_the_heaviest_requests_together_leave_time_for_health_checks() -> None:
     finally:
         engine.close(timeout_s=0)
     assert [type(outcome) for outcome in outcomes] == [Accepted] * MOST_ENTERING
-    assert cpu_s < SERVE_DEFAULTS["health_check_timeout_s"] / 10
+    assert cpu_s < RayServeOptions().health_check_timeout_s / 10

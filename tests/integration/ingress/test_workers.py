@@ -21,10 +21,14 @@ from serve_app.base.errors import (
     CorralError,
     EngineClosedError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
 )
+from serve_app.config.serve_options import RayServeOptions
 from serve_app.server.answering.preparation import MAX_TEXT_CHARS
 from serve_app.server.answering.vectors import MAX_NUMBERS, ComputedVectors
+from serve_app.server.http import request_context
+from serve_app.server.http.request_context import Caller
 from serve_app.server.model_registry import ModelFile, ModelInfo
 from serve_app.server.workers import pool as pool_module
 from serve_app.server.workers import wire
@@ -89,6 +93,18 @@ async def test_workers_have_other_models_when_these_change(pool: WorkerPool) -> 
     for _ in range(3):
         assert await pool.run("a", work.names, b"") == ["demo", "other"]
     await until(lambda: not is_alive(first))
+
+
+async def test_a_worker_finds_what_the_caller_may_use(pool: WorkerPool) -> None:
+    """Also the next caller, whom the same worker serves."""
+    for allowed, may in ((None, True), (["other", "d*"], True), (["other"], False), ([], False)):
+        request_context.enter(Caller(allowed_models=allowed))
+        for name in ("demo", "DEMO:latest", ""):
+            if may:
+                assert await pool.run("a", work.find_model, name.encode()) == "demo"
+                continue
+            with pytest.raises(PermissionDeniedError, match="may not use"):
+                await pool.run("a", work.find_model, name.encode())
 
 
 async def test_errors_come_back_as_they_are(pool: WorkerPool) -> None:
@@ -346,6 +362,61 @@ async def test_the_zygote_is_started_again(pool: WorkerPool) -> None:
         await pool.run("a", work.crash, b"x")  # the idle worker goes, too
     second = await pool.run("a", work.pid, b"")
     assert second != first
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[WorkerPool]:
+    """A pool that asks its processes often, and gives silent ones little time."""
+    options = RayServeOptions(health_check_period_s=0.05, health_check_timeout_s=0.5)
+    made = WorkerPool([FILE], [work.__name__], n_quick=1, n_slow=1, options=options)
+    watching = asyncio.create_task(made.watch())
+    yield made
+    watching.cancel()
+    await made.close()
+
+
+async def test_a_zygote_that_hangs_is_replaced_before_somebody_needs_it(
+    watched: WorkerPool,
+) -> None:
+    first = await watched.run("a", work.pid, b"")
+    stopped = watched._zygote
+    os.kill(stopped.pid, signal.SIGSTOP)
+    await until(lambda: watched._zygote is not stopped)
+    assert not is_alive(stopped.pid)
+    with pytest.raises(InvalidRequestError):
+        await watched.run("a", work.crash, b"x")
+    assert await watched.run("a", work.pid, b"") != first
+
+
+async def test_an_idle_worker_that_hangs_is_replaced_before_somebody_needs_it(
+    watched: WorkerPool,
+) -> None:
+    first = await watched.run("a", work.pid, b"")
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: not is_alive(first))
+    assert await watched.run("a", work.pid, b"") != first
+
+
+async def test_work_of_a_worker_that_hangs_is_done_by_another(
+    watched: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STUCK_S", 0.1)
+    running = asyncio.create_task(watched.run("a", work.spin, b""))
+    await until(lambda: bool(watched.at_work))
+    (worker,) = watched.at_work
+    os.kill(worker.pid, signal.SIGSTOP)
+    await until(lambda: not is_alive(worker.pid))
+    await until(lambda: bool(watched.at_work))
+    running.cancel()
+
+
+async def test_the_pool_ends_with_processes_that_are_stopped(watched: WorkerPool) -> None:
+    worker, zygote = await watched.run("a", work.pid, b""), watched._zygote.pid
+    for pid in (worker, zygote):
+        os.kill(pid, signal.SIGSTOP)
+    await watched.close()
+    assert not is_alive(zygote)
+    await until(lambda: not is_alive(worker))
 
 
 async def test_all_processes_end_with_the_pool() -> None:

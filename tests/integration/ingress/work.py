@@ -16,7 +16,7 @@ from serve_app.apis.openai.preparation import chat
 from serve_app.base.errors import InvalidRequestError
 from serve_app.server.answering.messages import ChatCompletionRequest
 from serve_app.server.media import decoder
-from serve_app.server.model_registry import Models
+from serve_app.server.model_registry import Models, find
 
 _kept: list[bytes] = []
 
@@ -124,9 +124,18 @@ def see(models: Models, body: bytes) -> tuple[int, int, int]:
     return found.width, found.height, len(found.pixels)
 
 
+def find_model(models: Models, body: bytes) -> str:
+    return find(models, body.decode() or None).id
+
+
 def names(models: Models, body: bytes) -> list[str]:
     return list(models)
 
 
 def sleep(models: Models, body: bytes) -> None:
     time.sleep(float(body))
+
+
+def tokens_of(models: Models, body: bytes) -> int:
+    """How many tokens a text has in the vocabulary of the model of this name."""
+    return len(find(models, body.decode()).tokenizer.encode("The quick brown fox."))

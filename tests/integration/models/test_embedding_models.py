@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from serve_app.apis.embeddings import preparation
 from serve_app.base.errors import TextTooLongError
+from serve_app.base.formats import BackendName
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.server.model_registry import ModelInfo
@@ -97,6 +98,25 @@ def test_the_table_of_positions_ends_before_the_slot(tmp_path: Path) -> None:
         assert engine.embed([(2,) * SHAPES["tiny"].n_ctx]).result(60).shape[0] == 1
         with pytest.raises(TextTooLongError, match=f"takes {SHAPES['tiny'].n_ctx}"):
             engine.embed([(2,) * (SHAPES["tiny"].n_ctx + 1)])
+
+
+@pytest.mark.parametrize("backend", ["llama.cpp", "openvino"])
+def test_a_text_of_an_encoder_is_as_long_as_a_request(tmp_path: Path, backend: BackendName) -> None:
+    """One long text is computed at a time, beside short ones; other batches are a slot's share."""
+    shape = replace(SHAPES["tiny"], n_ctx=600)
+    path = write_encoder(tmp_path / "bert.gguf", shape, PoolingType.MEAN)
+    options = replace(OPTIONS, n_ctx_slot=1000, n_ctx=1024, flash_attn=True, backend=backend)
+    long, short = (2, *range(5, 25)) * 28, (2, 5, 6, 3)
+    with running(path, options) as engine:
+        assert engine.stats().n_ctx_slot == 600
+        texts = [short, long, long[:300], short, long[:600]]
+        together, alone = both_ways(engine, texts)
+        assert together == pytest.approx(alone, abs=1e-4)
+        with pytest.raises(TextTooLongError, match="takes 600"):
+            engine.embed([(2,) * 601])
+        whole = engine.embed([long[:600]]).result(60)
+    with running(path, replace(options, n_ctx=None, backend="llama.cpp")) as engine:
+        assert whole == pytest.approx(engine.embed([long[:600]]).result(60), abs=1e-3)
 
 
 def test_such_a_model_does_not_generate(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.errors import TextTooLongError
+from serve_app.base.formats import BackendName, EmbeddingPooling
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.store.builtin_model import BUILTIN_MODEL
@@ -77,6 +78,24 @@ def test_vectors_are_llama_cpps(pooling: EmbeddingPooling) -> None:
     assert np.linalg.norm(found, axis=1) == pytest.approx(
         np.linalg.norm(expected, axis=1), rel=0.01
     )
+
+
+@pytest.mark.parametrize("backend", ["llama.cpp", "openvino"])
+def test_a_text_is_as_long_as_a_request(engine: Engine, backend: BackendName) -> None:
+    """And longer than a slot's share, for which the context grows in the middle of a text."""
+    long = engine.tokenize("Tell me a story about a brave fox. " * 99)[:512]
+    texts = [long[:100], long, long[:300], long[:50]]
+    flash_attn = True if backend == "openvino" else OPTIONS.flash_attn
+    options = replace(OPTIONS, n_ctx=512, backend=backend, flash_attn=flash_attn)
+    pooled = Engine.load(PATH, options)
+    try:
+        found = np.vstack([pooled.embed([text]).result(60) for text in texts])
+        assert options.n_ctx_share == 128
+        with pytest.raises(TextTooLongError, match="takes 512"):
+            pooled.embed([(*long, 5)])
+    finally:
+        pooled.close(0)
+    assert cosines(found, engine.embed(texts).result(60)).min() > 0.999
 
 
 def test_vectors_of_all_tokens(engine: Engine) -> None:

@@ -60,9 +60,10 @@ def test_sentencepiece_keeps_a_users_spaces(sentencepiece: Path) -> None:
 def test_texts_without_control_tokens_are_tokenized_as_a_whole(sentencepiece: Path) -> None:
     for path in (sentencepiece, BUILTIN_MODEL):
         tokenizer = Tokenizer(path, TEMPLATE)
-        text = str(tokenizer.render_chat(HI, prefill=" It"))
+        begun = Turn("assistant", (" It",))
+        text = str(tokenizer.render_chat(HI, begun=begun))
         whole = tokenizer.model.tokenize(text, add_special=False, parse_special=True)
-        assert tokenizer.encode_chat(HI, prefill=" It") == tuple(whole)
+        assert tokenizer.encode_chat(HI, begun=begun) == tuple(whole)
 
 
 @pytest.mark.usefixtures("vocabularies_alone")

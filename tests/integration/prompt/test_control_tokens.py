@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,22 @@ def test_no_text_has_fewer_tokens_than_the_least(tokenizer: Tokenizer) -> None:
     for text in ("the " * 500, " " * 2000, "\n" * 2000, "Lisbon", "<|im_end|>" * 50):
         assert len(tokenizer.encode(text)) >= tokenizer.least_tokens(len(text))
     assert tokenizer.least_tokens(10**6) > 1000
+
+
+@pytest.mark.parametrize("n_most", [20, 21, 60, 300, 2000])
+@pytest.mark.parametrize("query", ["Where?", "Where is Lisbon, and how old is it? " * 40])
+def test_texts_are_cut_before_the_template_has_them(
+    reranker: Tokenizer, query: str, n_most: int
+) -> None:
+    """Its end is where Qwen3's rerankers say yes or no. A character is never cut in half."""
+    document = "Lisboa é a capital 😀 de Portugal. " * 199
+    tokens = reranker.encode_pair(query, document, n_most)
+    assert n_most - 8 < len(tokens) <= n_most
+    text = reranker.decode(tokens, special=True)
+    begin, asked, middle, told, end = re.split(r"(?<=Query: )(.*)(\nDocument: )(.*)(?=<)", text)
+    assert (begin, middle, end) == ("<|im_start|>system\nQuery: ", "\nDocument: ", "<|im_end|>")
+    assert query.startswith(asked)
+    assert document.startswith(told)
+    is_short = len(reranker.tokenize(query, False, False)) < n_most // 3
+    assert (asked == query) is (is_short or n_most == 2000)
+    assert reranker.encode_pair(query, document, 5) == reranker.encode_pair(query, document)

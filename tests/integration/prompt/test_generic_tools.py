@@ -13,10 +13,11 @@ from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingP
 from serve_app.kernels.llama.model import Model
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Turn
-from serve_app.prompt.grammars import Dialect, ThinkingPhase
+from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.output_parser import Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import GENERIC, CallPiece, ToolCall
+from serve_app.prompt.tool_calls.format import ThinkingPhase
 from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.unit.prompt.tool_calls.formats import EXAMPLE_FUNCTIONS, EXAMPLES
 

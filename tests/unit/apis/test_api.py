@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -484,6 +485,41 @@ async def test_models(client: httpx.AsyncClient) -> None:
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (404, "model_not_found")
         assert "'third'" in error["message"]
+
+
+async def test_models_as_anthropics_clients_read_them(client: httpx.AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await client.get("/v1/models", headers=headers)).json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (
+        *(False, "first"),
+        "org/second",
+    )
+    plain = (await client.get("/v1/models")).json()
+    assert "has_more" not in plain
+    for card, usual in zip(listed["data"], plain["data"], strict=True):
+        assert (card["type"], card["display_name"]) == ("model", card["id"])
+        created = datetime.fromisoformat(card["created_at"]).timestamp()
+        assert (created, card["max_input_tokens"]) == (card["created"], N_CTX_SLOT)
+        assert usual.items() <= card.items()
+    one = (await client.get("/v1/models/org/second", headers=headers)).json()
+    assert one == listed["data"][1]
+    assert (await client.get("/v1/models/org/second")).json() == plain["data"][1]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/messages"]
+)
+async def test_a_chat_has_a_message(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={"messages": [], "max_tokens": 8})
+    assert response.status_code == 400
+    assert "messages" in response.json()["error"]["message"]
+
+
+async def test_what_is_not_supported_is_not_tried_again(client: httpx.AsyncClient) -> None:
+    """The SDKs of OpenAI and Anthropic send a request three times that fails with 501."""
+    body = {"query": "q", "documents": ["d"]}
+    response = await client.post("/v1/rerank", json=body)
+    assert (response.status_code, response.headers["x-should-retry"]) == (501, "false")
 
 
 async def test_stats_of_every_model(client: httpx.AsyncClient) -> None:

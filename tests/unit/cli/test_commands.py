@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from serve_app.cli import live, main
 from serve_app.cli import serve as server
 from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.main import app
-from serve_app.cli.measure import bench, capacity
+from serve_app.cli.measure import bench, benchmark, capacity, tune
 from serve_app.config import schema
 from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.documents.options import FORWARDED
@@ -158,8 +158,9 @@ def test_options_come_from_the_environment_too() -> None:
         (["config", "--api-key-file", "no.yaml"], "--api-key-file: there is no file no.yaml."),
         (["serve", "no.gguf"], "There is no file no.gguf."),
         (["serve", "--config", "no.yaml"], "no.yaml: No such file or directory"),
-        (["serve", "m.gguf", "--config", "no.yaml"], "--config cannot be combined"),
-        (["serve", "--port", "1", "--config", "no.yaml"], "--config cannot be combined"),
+        (["serve", "m.gguf", "--config", "no.yaml"], "--config cannot be combined with MODEL:"),
+        (["serve", "--slots=2", "--config=no"], "--config cannot be combined with --slots:"),
+        (["serve", "--port", "1", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["check", "no.yaml"], "no.yaml: No such file or directory"),
     ],
 )
@@ -167,6 +168,23 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str) -> None:
     said = output(*arguments, status=1)
     assert said.startswith(message)
     assert said.count("\n") == 1
+
+
+def test_a_file_is_served_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CORRAL_PORT=8280 make serve`, and `make serve PORT=8280`."""
+    told: list[object] = []
+
+    def run(*_: object, http: Mapping[str, str | int], **__: object) -> int:
+        told.append(http)
+        return 0
+
+    monkeypatch.setattr(server, "run", run)
+    output("serve", "--config", "serve_config.yaml", CORRAL_PORT="8280")
+    output("serve", "--config", "serve_config.yaml", "--port", "8000", "--host", "::1")
+    output("serve", "--config", "serve_config.yaml")
+    assert told == [{"port": 8280}, {"port": 8000, "host": "::1"}, {}]
+    said = output("serve", "--config", "serve_config.yaml", CORRAL_SLOTS="3", status=1)
+    assert said.startswith("--config cannot be combined with CORRAL_SLOTS:")
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["config", "--slots", "many"]])
@@ -189,8 +207,15 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[ServeOptions, Path | None, bool, bool]] = []
 
     def run(
-        options: ServeOptions, config: Path | None, _: object, *, cluster: bool, verbose: bool
+        options: ServeOptions,
+        config: Path | None,
+        _: object,
+        *,
+        cluster: bool,
+        verbose: bool,
+        http: Mapping[str, str | int],
     ) -> int:
+        assert not http
         seen.append((options, config, cluster, verbose))
         return 3
 
@@ -379,6 +404,8 @@ def test_a_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == missing else found(name)
     )
+    monkeypatch.setattr(main, "_run", lambda *_: 0)
+    output("batch", "--help")
     said = output("batch", "in", "out", status=1)
     assert "needs pandas." in said
     assert "pip install 'corral[batch]'" in said
@@ -398,7 +425,7 @@ class _ReadyError(Exception):
     ],
 )
 def test_every_option_of_a_forwarded_command_says_what_it_is(
-    module: str, function: str, monkeypatch: pytest.MonkeyPatch
+    module: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def parse(parser: argparse.ArgumentParser, *_: object) -> None:
         raise _ReadyError(parser)
@@ -410,7 +437,33 @@ def test_every_option_of_a_forwarded_command_says_what_it_is(
     (parser,) = ready.value.args
     assert len(parser._actions) > 5
     assert [action.dest for action in parser._actions if not action.help] == []
-    assert f"\n\n    {parser.prog} " in parser.format_help()  # an example
+    assert f"\n\n    {parser.prog} " in parser.description  # an example
+    parser.print_help()
+    said = capsys.readouterr().out
+    assert f"Usage: {parser.prog} [OPTIONS] " in said
+    assert "╭─ Arguments" in said
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            assert (action.option_strings or [action.dest.upper()])[-1] in said
+
+
+def test_a_model_is_named_as_in_the_other_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.touch()
+    for program in (bench, tune):
+        for words in ([str(file), "--threads=1"], ["--threads=1", "--model", str(file)]):
+            assert program.parse_args(words).model == file
+    assert capacity.parse_args(["m"]).model == capacity.parse_args(["--model=m"]).model == "m"
+    assert capacity.parse_args([]).model == ""
+    with pytest.raises(SystemExit, match="2"):
+        tune.parse_args([])
+    assert "MODEL is needed" in capsys.readouterr().err
+    assert benchmark.model_file(file) == file
+    for program in (bench, tune):
+        with pytest.raises(SystemExit, match="There is no file no"):
+            program.main(["no.gguf"])
 
 
 def test_bench_is_the_program_itself() -> None:

@@ -42,8 +42,22 @@ def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
     return {"id": "m", "replicas": replicas}
 
 
+def card(n_ctx_train: int) -> dict[str, Any]:
+    return {"id": "m", "meta": {"n_ctx_train": n_ctx_train}, "status": {"value": "loaded"}}
+
+
+def test_the_summary_names_models_that_nobody_asked_for_or_that_are_left_out() -> None:
+    absent = [{"id": name, "replicas": []} for name in ("asleep", "cut")]
+    cut = {"id": "cut", "meta": None, "status": {"value": "unloaded", "reason": "it is cut"}}
+    asleep = {"id": "asleep", "status": {"value": "unloaded"}, "meta": {"n_ctx_train": 1}}
+    lines = screen.summary(served(), [*absent, model(8, 32_768)], [asleep, cut])
+    assert "Model     asleep: starts when somebody asks for it" in lines
+    assert "Model     cut: left out: it is cut" in lines
+    assert "Model     m: 8 slots that share 32,768 tokens, 4 threads" in lines
+
+
 def test_the_summary_says_where_who_and_what() -> None:
-    lines = screen.summary(served(), [model(8, 32_768)], {})
+    lines = screen.summary(served(), [model(8, 32_768)], [])
     assert lines == [
         "Address   http://127.0.0.1:8000/v1",
         "          Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others.",
@@ -67,14 +81,14 @@ def test_the_summary_says_where_who_and_what() -> None:
     ],
 )
 def test_the_summary_says_who_may_come_in(access: dict[str, Any], said: str) -> None:
-    first, second, third, *_ = screen.summary(served(host="0.0.0.0", **access), [], {})
+    first, second, third, *_ = screen.summary(served(host="0.0.0.0", **access), [], [])
     assert first == "Address   http://127.0.0.1:8000/v1"
     assert second.endswith(":8000/v1 from other machines")
     assert said in third
 
 
 def test_the_summary_names_no_address_for_others_where_there_are_no_keys() -> None:
-    lines = screen.summary(served(host="0.0.0.0"), [], {})
+    lines = screen.summary(served(host="0.0.0.0"), [], [])
     assert lines[1].endswith("Only for this machine. --api-key-file FILE opens it to others.")
     assert not any("from other machines" in line for line in lines)
 
@@ -96,9 +110,9 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(tmp_path: Path)
 
 
 def test_replicas_are_counted() -> None:
-    lines = screen.summary(served(), [model(8, 4096, 2)], {})
+    lines = screen.summary(served(), [model(8, 4096, 2)], [])
     assert "Model     m: 2 replicas, each 8 slots that share 32,768 tokens, 4 threads" in lines
-    lines = screen.summary(served(), [model(1, 4096, 1)], {})
+    lines = screen.summary(served(), [model(1, 4096, 1)], [])
     assert "Model     m: 1 slot of 4,096 tokens, 4 threads" in lines
 
 
@@ -118,9 +132,8 @@ def test_replicas_are_counted() -> None:
 def test_little_context_is_a_warning_with_a_way_out(
     n_slots: int, n_ctx_slot: int, trained: int | None, said: str
 ) -> None:
-    lines = screen.summary(
-        served(), [model(n_slots, n_ctx_slot)], {} if trained is None else {"m": trained}
-    )
+    cards = [] if trained is None else [card(trained)]
+    lines = screen.summary(served(), [model(n_slots, n_ctx_slot)], cards)
     assert any(said in line for line in lines), lines
     warned = any("Warning: " in line for line in lines)
     assert warned is (trained != n_ctx_slot)
@@ -129,9 +142,9 @@ def test_little_context_is_a_warning_with_a_way_out(
 
 
 def test_agents_have_a_way_to_longer_requests() -> None:
-    lines = screen.summary(served(), [model(8, 32_768)], {"m": 40_960})
+    lines = screen.summary(served(), [model(8, 32_768)], [card(40_960)])
     assert "          --context 40960 allows longer requests, for more memory." in lines
-    lines = screen.summary(served(), [model(8, 32_768)], {"m": 32_768})
+    lines = screen.summary(served(), [model(8, 32_768)], [card(32_768)])
     assert not any("--context" in line for line in lines)
 
 

@@ -43,6 +43,7 @@ def test_the_names_are_all_that_serve_has() -> None:
     [
         ({"max_ongoing_request": 1}, "max_ongoing_request: Ray Serve has no such option, did you"),
         ({"max_ongoing_requests": 0}, "max_ongoing_requests: Input should be greater than 0"),
+        ({"health_check_period_s": 0}, "health_check_period_s: Input should be greater than 0"),
         ({"num_replicas": "two"}, "num_replicas: Input should be a valid integer"),
         ({"name": "mine"}, "name: Corral sets this option of Ray Serve itself"),
         (
@@ -66,7 +67,6 @@ def test_names_are_checked_without_ray(serve: dict[str, Any], message: str) -> N
             "autoscaling_config.max_replica: there is no such field, did you mean max_replicas?",
         ),
         ({"autoscaling_config": {"min_replicas": -1}}, "autoscaling_config.min_replicas: "),
-        ({"health_check_period_s": 0}, "health_check_period_s: Input should be greater than 0"),
         ({"max_constructor_retry_count": 0}, "max_constructor_retry_count: "),
         ({"max_surge_percent": 200}, "max_surge_percent: "),
         ({"logging_config": {"log_level": 3.5}}, "logging_config.log_level"),

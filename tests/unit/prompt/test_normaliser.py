@@ -13,7 +13,7 @@ from serve_app.prompt import normaliser
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.conversation import PastCall, Turn
 from serve_app.prompt.template_caps import TemplateCaps
-from tests.unit.prompt.tool_calls.formats import TOOLS, every_template, template_at
+from tests.unit.prompt.tool_calls.formats import TEMPLATES, TOOLS, every_template, template_at
 
 FREE = TemplateCaps(parallel_calls=True, object_arguments=True)
 NO_SYSTEM = replace(FREE, system=False)
@@ -118,7 +118,8 @@ def test_arguments_are_history(arguments: str, as_object: object, as_text: str) 
 def test_content_in_the_form_that_a_template_reads() -> None:
     typed = replace(FREE, string_content=False, typed_content=True)
     (message,) = normaliser.as_messages([Turn("user", ("a", "b"))], typed)
-    assert message == {"role": "user", "content": [{"type": "text", "text": "a\nb"}]}
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert message == {"role": "user", "content": parts}
     (message,) = normaliser.as_messages([Turn("assistant", (), "Hm.")], FREE)
     assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
 
@@ -241,3 +242,113 @@ def test_real_templates_take_any_arguments(path: Path, arguments: str) -> None:
         Turn("user", ("Bye",)),
     ]
     assert "Bye" in normaliser.render(template_at(path), conversation, TOOLS, {})
+
+
+@every_template
+@pytest.mark.parametrize("text", ["There is", " There is\n", "Hi"])
+def test_real_templates_write_an_answer_that_is_begun(path: Path, text: str) -> None:
+    """It is the end of the prompt, with its blanks or without those at its ends."""
+    begun = Turn("assistant", (text,))
+    before, answer = normaliser.render_begun(template_at(path), turns("s1 u1"), begun, (), {})
+    assert answer in (text, text.rstrip(), text.strip())
+    assert "u1" in before
+    assert "CONTINUE" not in before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt-oss", "<|start|>assistant<|channel|>final<|message|>"),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ("command-r7b", "<|CHATBOT_TOKEN|><|START_RESPONSE|>"),
+        ("glm-4.7-flash", "<|assistant|></think>"),
+        ("kimi-k3", "<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>"),
+        ("solar", "<|begin|>assistant<|content|>"),
+        ("recipients", "<assistant>>>>all\n"),
+    ],
+)
+def test_an_answer_that_is_begun_is_where_the_template_has_answers(
+    name: str, expected: str
+) -> None:
+    (path,) = (one for one in TEMPLATES if name in (one.stem, one.parent.name))
+    begun = Turn("assistant", ("There is",))
+    before, answer = normaliser.render_begun(template_at(path), turns("u1"), begun, (), {})
+    assert before.endswith(expected)
+    assert answer == "There is"
+
+
+def test_an_answer_that_a_template_does_not_write_is_behind_its_prompt() -> None:
+    source = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}|"
+    template = ChatTemplate(source, bos="", eos="")
+    begun = Turn("assistant", ("There", "is"))
+    assert normaliser.render_begun(template, turns("u1"), begun, (), {}) == ("u1|", "There\n\nis")
+
+
+JOINS = """{% for m in messages %}[{{ m.role[0] }} {% if m.content is string %}{{ m.content }}
+{%- else %}{% for p in m.content %}{{ p.text }}{% if not loop.last %}+{% endif %}{% endfor %}
+{%- endif %}]{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (JOINS, "[u a+b]"),
+        (TYPED, "user:ab"),
+        (ALL, "[u a\nb]"),
+        (JOINS.replace("is string", "is string or m.role == 'user'"), "[u a+b]"),
+    ],
+)
+def test_texts_are_joined_as_the_template_joins_them(source: str, expected: str) -> None:
+    """Where it cannot join those of a role, by what it has between others."""
+    assert written(source, [Turn("user", ("a", "b"))]) == expected
+
+
+def test_reasoning_is_a_part_of_the_content_where_it_is_nothing_else() -> None:
+    source = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}
+{%- for p in m.content %}{{ '(' + p.thinking + ')' if p.type == 'thinking' else p.text }}{% endfor %}
+{%- endif %}|{% endfor %}"""
+    conversation = [Turn("user", ("a",)), Turn("assistant", ("b",), "Hm."), Turn("user", ("c",))]
+    assert written(source, conversation) == "a|(Hm.)b|c|"
+    by_name = source.replace("{% if m.content is", "{{ m.thinking }}{% if m.content is")
+    assert written(by_name, conversation) == "a|Hm.b|c|"
+
+
+TAGGED = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Snow."
+)
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        (Turn("assistant", (TAGGED,)), "<|channel|>final<|message|>Snow.<|end|>"),
+        (
+            Turn(
+                "assistant",
+                (TAGGED.partition("<|start|>")[0],),
+                calls=(PastCall("now", "{}", "c"),),
+            ),
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now",
+        ),
+        (
+            Turn("assistant", (), TAGGED, calls=(PastCall("now", "{}", "c"),)),
+            "<|channel|>analysis<|message|>Hm.Snow.<|end|><|start|>assistant to=functions.now",
+        ),
+        (Turn("user", (TAGGED,)), f"<|message|>{TAGGED}<|end|>"),
+        (Turn("assistant", ("<|cha<|channel|>nnel|>final<|message|>",)), "final<|message|>"),
+    ],
+)
+def test_gpt_oss_takes_its_own_tags_in_history(turn: Turn, expected: str) -> None:
+    (path,) = (one for one in TEMPLATES if one.stem == "gpt-oss")
+    conversation = [Turn("user", ("u1",)), turn, *turns("u2" if not turn.calls else "tc u2")]
+    assert expected in normaliser.render(template_at(path), conversation, TOOLS, {})
+
+
+def test_tools_without_descriptions_are_taken_by_templates_that_want_some() -> None:
+    source = (
+        '{# <tool_call>\\n{"name #}'  # asks for a format
+        "{% for t in tools or [] %}{% for n, p in t.function.parameters.properties.items() %}"
+        "{{ n + ': ' + p.description }}{% endfor %}{% endfor %}" + ALL
+    )
+    template = ChatTemplate(source, bos="", eos="")
+    assert normaliser.render(template, turns("u1"), TOOLS[:1], {}) == "city: days: [u u1]"

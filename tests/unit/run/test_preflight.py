@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
 
+from serve_app.app import build
 from serve_app.base.errors import ConfigError
 from serve_app.cli import serve
 from serve_app.cli.config_file import ServeOptions
+from serve_app.cluster.replica import process_place
 from serve_app.run import preflight
 
 
@@ -86,3 +89,17 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "home", homeless)
     assert "Set HOME" in str(preflight.missing())
+
+
+def test_a_node_of_a_cluster_says_it_in_the_same_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = {"models": [{"id": "m", "source": {"builtin": True}}]}
+    preflight.require_cache()
+    closed(monkeypatch, tmp_path)
+    with pytest.raises(RayServeException) as refused:
+        build(args)
+    assert str(refused.value) == preflight.missing(with_ray=False)
+    assert f"{tmp_path}/.cache/corral, which cannot be written to" in str(refused.value)
+    with pytest.raises(ConfigError, match="Set XDG_CACHE_HOME to another folder"):
+        process_place(keeps_texts=False)

@@ -73,6 +73,39 @@ def test_context_is_never_longer_than_the_models() -> None:
     assert options.n_ctx_slot == 512
 
 
+ENCODER = ModelNeeds(
+    8192, (24576, 24576), (64, 64), weight_bytes=GIB // 2, is_encoder=True, makes_vectors=True
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "memory_bytes", "n_ctx_slot"),
+    [
+        ({}, 16 * GIB, 8192),
+        ({}, 3 * GIB // 2, 5181),  # half of the 1 GiB beside the weights has room for no more
+        ({}, GIB // 2, 1024),
+        ({"n_ctx_slot": 6000}, GIB, 6000),
+        ({"n_ctx_slot": 9000}, 16 * GIB, 8192),
+        ({"n_ctx": 6000}, 16 * GIB, 6000),
+        ({"kv_unified": False}, 16 * GIB, 8192),
+        ({"n_slots": 1}, 16 * GIB, 8192),
+    ],
+)
+def test_an_encoder_takes_texts_as_long_as_it_was_trained_for(
+    fields: dict[str, Any], memory_bytes: int, n_ctx_slot: int
+) -> None:
+    options = resolve(EngineConfig(**fields), ENCODER, cores=2, memory_bytes=memory_bytes)
+    assert options.n_ctx_slot == n_ctx_slot
+
+
+def test_a_long_text_has_as_much_memory_as_the_slots() -> None:
+    """Where the model makes vectors, and memory is scarce."""
+    options = resolve(EngineConfig(), SMALL, cores=2, memory_bytes=4 * GIB)
+    makes_vectors = replace(SMALL, makes_vectors=True)
+    halved = resolve(EngineConfig(), makes_vectors, cores=2, memory_bytes=4 * GIB)
+    assert halved.n_ctx == pytest.approx((options.n_ctx or 0) / 2, rel=0.01)
+
+
 def test_without_a_model_both_sizes_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"engine\.n_slots and engine\.n_ctx_slot"):
         resolve(EngineConfig(n_slots=4), None, cores=2, memory_bytes=GIB)

@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from serve_app.base.errors import InvalidRequestError
+from serve_app.base.errors import CorralError, InvalidRequestError
 from serve_app.base.types import (
     Accepted,
     FetchingReplica,
@@ -152,8 +152,19 @@ class ByteTokenizer:
     def encode_infill_files(self, files: list[tuple[str, str]]) -> tuple[int, ...]:
         return self.encode("".join(f"[{name}:{text}]" for name, text in files))
 
-    def encode_pair(self, query: str, document: str) -> tuple[int, ...]:
-        return self.encode(f"{query}|{document}")
+    encode_pair = Tokenizer.encode_pair
+
+    def _plain(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def _encode_pair(
+        self, query: str | Sequence[int], document: str | Sequence[int]
+    ) -> tuple[int, ...]:
+        """The texts with a template's `|` between them."""
+        asked, told = (
+            one if isinstance(one, str) else self.decode(one) for one in (query, document)
+        )
+        return self.encode(f"{asked}|{told}")
 
     def encode_chat(
         self,
@@ -163,18 +174,18 @@ class ByteTokenizer:
         thinks: bool = True,
         *,
         add_generation_prompt: bool = True,
-        prefill: str = "",
+        begun: Turn | None = None,
     ) -> tuple[int, ...]:
         if conversation and conversation[0].text == "refuse":
             raise InvalidRequestError("The template refuses.", "messages")
         names = "".join(f"[{tool['function']['name']}]" for tool in tools)
         ending = (
             "".join(v for v in (extra or {}).values() if isinstance(v, str))
-            if thinks
+            if thinks and begun is None
             else "|no reasoning"
         )
         turns = "|".join(f"{turn.role}:{said(turn)}" for turn in conversation)
-        return self.encode(names + turns + ending + prefill)
+        return self.encode(names + turns + ending + ("\n\n".join(begun.texts) if begun else ""))
 
 
 Script = Sequence[TokenDelta | Exception | asyncio.Event]
@@ -276,6 +287,8 @@ class ScriptedEngine:
         if self.vectors is not None:
             return self.vectors
         return np.array([[text[-1], len(text), 0] for text in texts], np.float32)
+
+    failure: CorralError | None = None
 
     async def load(self) -> None:
         self.is_loaded = True

@@ -17,7 +17,7 @@ from serve_app.engine.guests.drafts.drafter import MOST_FED, Drafter
 from serve_app.engine.guests.drafts.ngram_proposer import MAX_INDEXED, NgramProposer
 
 # Drafts that are tried, and how many drafted rows one step may have in all.
-_DRAFTS = (1, 2, 3, 5, 7, 11, 15)
+_DRAFTS = (1, 3, 7, 15)
 MAX_DRAFTED_ROWS = 16
 # What speculation must promise to be tried. What feeding a draft model must save, for its price. The
 # tokens that a sequence is thought to go on for, at least: it may end with any.
@@ -28,16 +28,12 @@ _LEAST_HOPE = 16
 # drafts may take, if that is above the budget.
 _FED_PART = 0.4
 _MOST_LONGER = 2.0
-# Steps that drafts may lose: at first, more with each step in which there are some, and at most.
-_FIRST_STAKE, _STAKE_GROWTH, _MOST_STAKE = 3.0, 0.01, 6.0
 
 
 class _Plan(NamedTuple):
     """Drafts of one length, and what they promise."""
 
     tokens_per_s: float
-    n_steps: float = 1.0
-    """The time that it takes, in plain steps of the same sequences."""
     n_drafted: int = 0
     looked_up: tuple[Sequence, ...] = ()
     proposed: tuple[Sequence, ...] = ()
@@ -54,12 +50,7 @@ class _Option(NamedTuple):
 class Drafting(Guest):
     """Finds the drafts with which a step has most tokens a second, by the cost model. All are of one
     length, verified in one batch, and no longer than slots can be rewound behind it. Their passes run while
-    the step is planned, and neither these nor the verification take more of the step than its budget has
-    left.
-
-    However often drafts were right, the next one may be wrong. So the time by which a step with drafts is
-    longer than a plain one is paid from a stake of a few steps. The tokens that were right go into it, and
-    a hundredth of a step each time. So speculation never costs much more than that hundredth.
+    the step is planned. Neither these nor the verification take more than the step's budget has left.
     """
 
     def __init__(
@@ -82,8 +73,6 @@ class Drafting(Guest):
         self._lookups: dict[str, tuple[TokenArray, NgramProposer]] = {}
         """The proposers of sequences, with the arrays that their n-grams are of."""
         self._most_s = 0.0
-        self._stake, self._n_decoding = _FIRST_STAKE, 1
-        """Steps that drafts may lose, and the sequences of the last step."""
 
     def drafts(self, decoding: list[Sequence], n_past: float, *, mixed: bool) -> Drafts:
         """The drafts that are worth a batch of their own, of sequences that are ordered by slot. `mixed`:
@@ -98,9 +87,7 @@ class Drafting(Guest):
             able = [seq for seq in able if seq.draft_room > 0]
             behind = drafter.begin(able, self._lengths[-1])
         plain_s = self._costs.steps_s(len(decoding), n_past)
-        self._stake, self._n_decoding = min(_MOST_STAKE, self._stake + _STAKE_GROWTH), len(decoding)
-        longest_s = max(self._steps.budget.left_s, _MOST_LONGER * plain_s)
-        self._most_s = min(longest_s, (1 + self._stake) * plain_s)
+        self._most_s = max(self._steps.budget.left_s, _MOST_LONGER * plain_s)
         best = self._best(decoding, looked_up, behind, n_past, mixed)
         late = [seq for seq in best.proposed if behind[seq.id] > MOST_FED]
         if late and drafter is not None:
@@ -110,7 +97,6 @@ class Drafting(Guest):
                 bound_s = self._steps.budget.max_stall_s
                 drafter.catch_up(late, min(_FED_PART * bound_s, self._most_s))
             best = now
-        self._stake -= best.n_steps - 1
         drafts = {seq.id: looked_up[seq.id][: best.n_drafted] for seq in best.looked_up}
         if best.proposed and drafter is not None:
             drafts |= drafter.propose(best.proposed, best.n_drafted)
@@ -120,7 +106,6 @@ class Drafting(Guest):
 
     def record(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> bool:
         """Learn from a draft with `n_accepted` right tokens; whether the draft model proposed it."""
-        self._stake += n_accepted / self._n_decoding
         if self._drafter is not None and self._drafter.record(sequence, n_drafted, n_accepted):
             return True
         self._lookup_of(sequence).record(n_drafted, n_accepted)
@@ -206,7 +191,7 @@ class Drafting(Guest):
                 rate = (n_plain + sum(value for value, *_ in chosen)) / seconds
                 if rate > max(least, best.tokens_per_s) and seconds <= self._most_s:
                     rest = tuple(seq for _, by_model, seq in chosen if not by_model)
-                    best = _Plan(rate, seconds / plain_s, n_drafted, rest, proposed)
+                    best = _Plan(rate, n_drafted, rest, proposed)
         return best
 
     def _verify_s(self, group: list[Sequence], n_drafted: int, n_past: float, mixed: bool) -> float:

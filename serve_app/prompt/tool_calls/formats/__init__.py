@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from serve_app.prompt.tool_calls.format import ToolFormat
-from serve_app.prompt.tool_calls.formats import channels, json_calls
+from serve_app.prompt.tool_calls.formats import channels, json_calls, pythonic
 
 FORMATS = tuple(
     sorted(
-        (*channels.FORMATS, *json_calls.FORMATS),
+        (*channels.FORMATS, *json_calls.FORMATS, *pythonic.FORMATS),
         key=lambda form: (-len(form.template_patterns), form.name),
     )
 )

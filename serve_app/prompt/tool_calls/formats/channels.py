@@ -10,12 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tool_calls import lark
 from serve_app.prompt.tool_calls.calls import Function, Reasoning, ToolCall
-from serve_app.prompt.tool_calls.format import ToolFormat
+from serve_app.prompt.tool_calls.format import ThinkingPhase, ToolFormat
+from serve_app.prompt.tool_calls.formats.markup import (
+    ID,
+    WORD,
+    Markup,
+    MarkupParser,
+    Tagged,
+    of_markup,
+)
 from serve_app.prompt.tool_calls.parser import CallParser, Previous, TaggedCall
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader, decode, overlap
 
@@ -23,6 +33,8 @@ from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader, deco
 class ChannelParser(CallParser):
     """Tags are no content, but the tags of calls that are none."""
 
+    again = ""
+    """The text that a call behind another begins with, where that is another one."""
     thought: tuple[str, str]
     """The texts before and after reasoning."""
     dropped: tuple[str, ...] = ()
@@ -30,13 +42,17 @@ class ChannelParser(CallParser):
     thought_header = re.compile(r"")
     """The characters that may follow the first tag of reasoning, a class with a star."""
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        super().__init__(functions)
+    def __init__(self, functions: Sequence[Function] = (), **options: Any) -> None:
+        super().__init__(functions, **options)
         self._opened = ""
-        self._tags = (self.opening, *self.thought, *self.dropped)
+        self._openings = tuple(filter(None, (self.opening, self.again)))
+        self._tags = (*self._openings, *self.thought, *self.dropped)
         self._pattern = re.compile("|".join(map(re.escape, self._tags)))
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
+        if self.is_thinking:
+            self.is_thinking, self._opened = False, self.thought[0]
+            return at, at
         match = self._pattern.search(text, at)
         self._opened = match[0] if match else ""
         start = (
@@ -48,10 +64,10 @@ class ChannelParser(CallParser):
 
     def _drops_lines(self) -> bool:
         """Whether line ends before the opening are no content."""
-        return self._opened in ("", self.opening)
+        return self._opened in ("", *self._openings)
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
-        if self._opened == self.opening:
+        if self._opened in self._openings:
             return (yield from self._calls(text)) if self._schemas else ()
         if self._opened == self.thought[0]:
             yield from text.run(self.thought_header)
@@ -74,15 +90,31 @@ class _Tags(NamedTuple):
     opening: str
     """The tag that begins calls."""
     thought: tuple[str, str]
-    response: tuple[str, str] | None = None
+    response: tuple[str, str] = ("", "")
+    behind: str = ""
+    """The text behind a thought."""
+    begins: bool = False
+    """Whether a prompt may begin the thought."""
 
 
-def _thought_rules(thought: tuple[str, str], delimiter: lark.Delimiter) -> str:
-    """The rules `thought`, which is reasoning with its tags, and TEXT, which is any text."""
-    opening, closing = map(delimiter, thought)
-    return f"""thought: {opening} thought_end
+def _thought_rules(tags: _Tags, delimiter: lark.Delimiter) -> str:
+    """The rules `thought`, which is reasoning with its tags, and TEXT, which is any text. The prompt may
+    have the first tag already."""
+    opening, closing, behind = (
+        " ".join(lark.pieces(tag, delimiter)) for tag in (*tags.thought, tags.behind)
+    )
+    return f"""thought: {opening} thought_end {behind}
 thought_end{_lazy(closing)}: TEXT {closing}
 TEXT: /(.|\\n)*/"""
+
+
+def _end_of_thought(tags: _Tags, delimiter: lark.Delimiter) -> str:
+    return " ".join(["thought_end", *lark.pieces(tags.behind, delimiter)])
+
+
+def _optional(tags: tuple[str, ...], delimiter: lark.Delimiter) -> list[str]:
+    """Each tag as one that may be missing; nothing where there is none."""
+    return [f"({' '.join(lark.pieces(tag, delimiter))})?" if tag else "" for tag in tags]
 
 
 def _lazy(closing: str) -> str:
@@ -91,22 +123,26 @@ def _lazy(closing: str) -> str:
 
 def _free_start(delimiter: lark.Delimiter, *, tags: _Tags) -> str:
     """Reasoning may come first, and content before calls."""
-    begin = end = ""
-    if tags.response is not None:
-        begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
-    call = delimiter(tags.opening)
-    return f"""start: thought* {begin} (TEXT {"" if _lazy(end) else end} | opened calls)
-opened{_lazy(call)}: TEXT {call}
-{_thought_rules(tags.thought, delimiter)}"""
+    begin, end = _optional(tags.response, delimiter)
+    call = " ".join(lark.pieces(tags.opening, delimiter))
+    closed = "" if _lazy(call) else end
+    begun = f"| {_end_of_thought(tags, delimiter)}" if tags.begins else ""
+    return f"""start: (thought* {begun}) {begin} (TEXT {closed} | opened calls)
+opened{_lazy(call)}: TEXT {closed} {call}
+{_thought_rules(tags, delimiter)}"""
 
 
-def _forced_start(delimiter: lark.Delimiter, has_calls: bool, *, tags: _Tags) -> str:
-    begin = end = ""
-    if tags.response is not None:
-        begin, end = (f"{tag}?" for tag in map(delimiter, tags.response))
-    calls = f"| {delimiter(tags.opening)} calls" if has_calls else ""
-    rules = _thought_rules(tags.thought, delimiter)
-    return f"start: thought* ({begin} answer {end} {calls})\n{rules}"
+def _forced_start(
+    delimiter: lark.Delimiter, has_calls: bool, phase: ThinkingPhase, *, tags: _Tags
+) -> str:
+    begin, end = _optional(tags.response, delimiter)
+    calls = f"| {' '.join(lark.pieces(tags.opening, delimiter))} calls" if has_calls else ""
+    answer = f"({begin} answer {end} {calls})"
+    if phase is ThinkingPhase.OFF:
+        return f"start: {answer}"
+    is_begun = phase is ThinkingPhase.BEGUN
+    before = _end_of_thought(tags, delimiter) if is_begun else "thought*"
+    return f"start: {before} {answer}\n{_thought_rules(tags, delimiter)}"
 
 
 # -- Command R7B and Command A ----------------------------------------------------------------------------
@@ -250,18 +286,16 @@ class _Written:
         self.rules: list[str] = []
 
     def object_of(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        """The object, by a rule for each property, for what may come from there on before any other one,
-        and one for what may come behind others."""
+        """The object, by rules of its properties."""
         needed, name = schema.get("required"), f"of_{len(self.rules)}"
         needed = needed if isinstance(needed, list) else []
-        self.rules.append(f'{name}_end: ""')
-        first = rest = f"{name}_end"
-        for i, (key, inner) in enumerate(sorted(lark.properties_of(schema).items(), reverse=True)):
-            pair = f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)} {rest}"
-            others = ("", "") if key in needed else (f" | {first}", f" | {rest}")
-            first, rest = f"{name}_first_{i}", f"{name}_rest_{i}"
-            self.rules += [f"{first}: {pair}{others[0]}", f'{rest}: "," {pair}{others[1]}']
-        return f'"{{" {first} "}}"'
+        self.rules.append("")  # takes the number
+        members = [
+            (f"{lark.text(key + ':')} {self._value(inner, root, depth + 1)}", key in needed)
+            for key, inner in sorted(lark.properties_of(schema).items())
+        ]
+        self.rules += lark.comma_list(name, members, '","')
+        return f'"{{" {name} "}}"'
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
         types, known = lark.types_of(schema, root), lark.resolve(schema, root)
@@ -285,6 +319,112 @@ class _Written:
 
 _KINDS = {"string": "string", "object": "object", "array": "list"}
 
+
+# -- Solar Open and Kimi K3: calls between literals ------------------------------------------------------
+
+
+class MarkedCallsParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # both read
+    """Calls are a markup's."""
+
+    def __init__(self, functions: Sequence[Function] = (), *, markup: Markup, tags: _Tags) -> None:
+        self.thought, self.dropped = (
+            tags.thought,
+            tuple(
+                filter(None, (*tags.response, tags.behind, *markup.section[1:], *_ENDS_OF_TURNS))
+            ),
+        )
+        if not markup.section[1]:
+            self.again = markup.call[0].partition(ID)[0]
+        super().__init__(functions, markup=markup)
+
+    def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        return self._next(text, self._opened) if self.again else MarkupParser._read(self, text)
+
+
+_SOLAR, _KIMI_K3 = (
+    _Tags(
+        "<|tool_calls|>", ("<|think|>", "<|end|>"), ("<|content|>", ""), behind="<|begin|>assistant"
+    ),
+    _Tags(
+        "<|open|>tools<|sep|>",
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        begins=True,
+    ),
+)
+_ENDS_OF_TURNS = ("<|close|>message<|sep|>", "<|end_of_msg|>")
+
+
+def _message_format(
+    name: str, patterns: tuple[str, ...], tags: _Tags, markup: Markup
+) -> ToolFormat:
+    return of_markup(
+        name,
+        patterns,
+        markup,
+        delimiters=tuple(dict.fromkeys(re.findall(r"<[^<>\s]+>", " ".join(_all_of(tags, markup))))),
+        make_parser=partial(MarkedCallsParser, markup=markup, tags=tags),
+        opening=tags.opening,
+        free_start=partial(_free_start, tags=tags),
+        forced_start=partial(_forced_start, tags=tags),
+        has_channels=True,
+        thought=tags.thought,
+        is_shown=False,
+    )
+
+
+def _all_of(tags: _Tags, markup: Markup) -> tuple[str, ...]:
+    return (*tags.thought, *tags.response, tags.behind, *_ENDS_OF_TURNS, *markup.delimiters)
+
+
+# -- Functionary 3.2 -----------------------------------------------------------------------------------
+
+RECIPIENT = ">>>"
+_EVERYBODY = "all\n"
+
+
+class RecipientParser(CallParser):
+    """Each part of an answer has a recipient, which is a function's name, or `all` for content. The prompt
+    has the mark of the first."""
+
+    opening = RECIPIENT
+
+    def _find(self, text: str, at: int) -> tuple[int, int | None]:
+        if self._after is Previous.NOTHING and at == 0:
+            return at, at
+        return super()._find(text, at)
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
+        name = yield from text.run(_NAME)
+        yield from text.one_of("\n")
+        if name == _EVERYBODY.strip():
+            return None
+        return (yield from self._named_call(name or None, text)) if self._schemas else ()
+
+
+def _recipient_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
+    bodies = [
+        f"{lark.text(function['name'] + _LINE_END)} {lark.arguments(function)}"
+        for function in functions
+    ]
+    more = f"({delimiter(RECIPIENT)} call)*" if parallel else ""
+    return f"calls: call {more}\n{lark.one_of('call', bodies)}"
+
+
+def _recipient_free_start(delimiter: lark.Delimiter) -> str:
+    mark = delimiter(RECIPIENT)
+    return f"""start: {lark.text(_EVERYBODY)} (TEXT | opened calls) | calls
+opened{_lazy(mark)}: TEXT {mark}
+TEXT: /(.|\\n)*/"""
+
+
+def _recipient_forced_start(_: lark.Delimiter, has_calls: bool, __: ThinkingPhase) -> str:
+    return f"start: {lark.text(_EVERYBODY)} answer {'| calls' if has_calls else ''}"
+
+
+_LINE_END = "\n"
 
 # -- Harmony, of gpt-oss -------------------------------------------------------------------------------
 
@@ -360,9 +500,12 @@ PLAIN: /[^<](.|\\n)*/
 {_before(delimiter)}"""
 
 
-def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool) -> str:
+def _harmony_forced_start(delimiter: lark.Delimiter, has_calls: bool, phase: ThinkingPhase) -> str:
     calls = "calls |" if has_calls else ""
-    return f"start: before* ({calls} {_final(delimiter)} answer)\n{_before(delimiter)}"
+    answer = f"({calls} {_final(delimiter)} answer)"
+    if phase is ThinkingPhase.OFF:
+        return f"start: {answer}"
+    return f"start: before* {answer}\n{_before(delimiter)}"
 
 
 def _final(delimiter: lark.Delimiter) -> str:
@@ -386,8 +529,51 @@ def _harmony_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return changed
 
 
+def _without_tags(turn: Turn) -> Turn:
+    """The turn with the reasoning and the content of an answer that has its tags, as clients may ask for
+    it. The template refuses such answers."""
+    if not any(CHANNEL in text for text in (turn.text, turn.reasoning)):
+        return turn
+    thought, content = _split(turn.text)
+    return replace(turn, parts=(content,), reasoning="".join(_split(turn.reasoning)) or thought)
+
+
+def _split(answer: str) -> tuple[str, str]:
+    """The reasoning in an answer, and the rest. Whatever is left of a header is a text."""
+    parser = HarmonyParser()
+    parts = [*parser.feed(answer), *parser.finish()]
+    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    rest = "".join(part for part in parts if isinstance(part, str))
+    plain = f"{CHANNEL[:1]} {CHANNEL[1:]}"
+    return thought.replace(CHANNEL, plain), rest.replace(CHANNEL, plain)
+
+
 _COMMAND_R, _GEMMA = _Tags(ACTION_OPEN, _THINKING, _RESPONSE), _Tags(CALL_OPEN, _CHANNEL)
 FORMATS = (
+    _message_format(
+        "solar",
+        (r"<\|tool_call:begin\|>", r"<\|tool_call:args\|>", r"<\|calls\|>"),
+        _SOLAR,
+        Markup(
+            (f"<|tool_call:begin|>{ID}<|tool_call:name|>", "<|tool_call:end|>"),
+            "<|tool_call:args|>",
+            section=("<|tool_calls|>", ""),  # a token that ends answers is behind
+        ),
+    ),
+    _message_format(
+        "kimi-k3",
+        (r"<\|open\|>", r"<\|close\|>", r"<\|end_of_msg\|>", r"'call'|call tool="),
+        _KIMI_K3,
+        Markup(
+            ('<|open|>call tool="', "<|close|>call<|sep|>"),
+            f'" index="{WORD}"<|sep|>',
+            Tagged(
+                ('<|open|>argument key="', f'" type="{WORD}"<|sep|>'), "<|close|>argument<|sep|>"
+            ),
+            section=(_KIMI_K3.opening, "<|close|>tools<|sep|>"),
+            start=_KIMI_K3.opening,
+        ),
+    ),
     ToolFormat(
         name="harmony",
         template_patterns=(r"<\|channel\|>analysis", r"<\|message\|>", r"to=functions|functions\."),
@@ -398,6 +584,18 @@ FORMATS = (
         forced_start=_harmony_forced_start,
         has_channels=True,
         message=_harmony_message,
+        split=_without_tags,
+    ),
+    ToolFormat(
+        name="recipients",
+        template_patterns=(r">>>\$\{recipient\}", ">>>all"),
+        delimiters=(RECIPIENT,),
+        make_parser=RecipientParser,
+        rules=_recipient_rules,
+        free_start=_recipient_free_start,
+        forced_start=_recipient_forced_start,
+        has_channels=True,
+        thinks=False,
     ),
     ToolFormat(
         name="command-r",

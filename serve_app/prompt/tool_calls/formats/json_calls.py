@@ -27,7 +27,7 @@ from serve_app.prompt.tool_calls.formats.markup import (
     Tagged,
     of_markup,
 )
-from serve_app.prompt.tool_calls.parser import CallParser, Previous
+from serve_app.prompt.tool_calls.parser import CallParser, Part, Previous
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader
 
 _NAME, _WORD = re.compile(r"[\w.-]*"), re.compile(r"\w*")
@@ -158,6 +158,30 @@ class KimiParser(MarkupParser):
         return calls
 
 
+# -- GigaChat 3 -----------------------------------------------------------------------------------------
+
+_GIGACHAT = Markup(
+    ("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), '", "arguments": ', JsonObject()
+)
+
+
+class GigaChatParser(MarkupParser):
+    """A call is a turn of its own. What is before it ends other turns, too, and is no content there."""
+
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        super().__init__(functions, markup=_GIGACHAT)
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        yield from text.after_blanks()  # nothing, at the end
+        return (yield from super()._read(text)) if self._schemas else ()
+
+    def finish(self) -> list[Part]:
+        """The rest without the end of the turn."""
+        parts = super().finish()
+        is_end = parts and isinstance(parts[-1], str) and parts[-1].strip() == self.opening
+        return parts[:-1] if is_end else parts
+
+
 _LIST = partial(Markup, ("", ""), '", "arguments": ', JsonObject(), between=", ")
 FORMATS = (
     # Qwen2.5's, Qwen3's, Granite 4's and Corral's own chat templates ask for it, too.
@@ -177,6 +201,16 @@ FORMATS = (
         (r"<\|tool_call\|> followed by a JSON list",),
         _LIST(section=(f"{_GRANITE_OPEN}[", "]")),
         message=_granite_message,
+    ),
+    # GigaChat 3. 3.1's template shows its own form.
+    of_markup(
+        "gigachat",
+        ("'function call'", r"message_sep", r"role_sep"),
+        _GIGACHAT,
+        make_parser=GigaChatParser,
+        has_channels=True,
+        thinks=False,
+        is_shown=False,
     ),
     of_markup("nemotron", ("<TOOLCALL>",), _LIST(section=("<TOOLCALL>[", "]</TOOLCALL>"))),
     of_markup(

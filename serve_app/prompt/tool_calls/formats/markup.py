@@ -28,7 +28,7 @@ from serve_app.prompt.tool_calls.reader import BLANKS, NoCallError, Reading, Tex
 ID, WORD, KEY = "\ue000", "\ue001", "\ue002"
 """Places in literals: a call's id, a word that is not always the same, and the parameter's name."""
 _ANY_PLACE = f"[{ID}{WORD}{KEY}]"
-_TAG = r"\]<\][^][<>]*\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]"
+_TAG = lark.TAG
 # A literal is matched mark by mark: tags, brackets, and what else stands between blanks.
 _MARKS = re.compile(rf"{_TAG}|{_ANY_PLACE}|[][{{}}(),]|(?:(?!{_TAG}|{_ANY_PLACE})[^][\s{{}}(),])+")
 _TOKENS = re.compile(rf"{_TAG}|{_ANY_PLACE}|\s|\w+|.", re.DOTALL)
@@ -71,6 +71,8 @@ class Markup:
     """The literals around all calls of an answer; both are empty if each call stands for itself."""
     between: str = ""
     """The literal between two calls."""
+    start: str = ""
+    """The opening, where the first mark is that of other things, too."""
 
     @property
     def begin(self) -> str:
@@ -80,6 +82,8 @@ class Markup:
     @property
     def opening(self) -> str:
         """The first marks, up to one that is long enough to show a call."""
+        if self.start:
+            return self.start
         literal = self.begin
         end = len(literal) - len(literal.lstrip())
         for mark in _MARKS.finditer(literal):
@@ -137,6 +141,13 @@ class MarkupParser(CallParser):
                 yield from _pass(text, () if goes_on else _marks(end))
             if not goes_on:
                 return calls
+
+    def _next(self, text: TextReader, opened: str) -> Reading[Sequence[ToolCall]]:
+        """The call that begins like this, the first one or another."""
+        is_first = opened == self.opening
+        begin = self._markup.begin if is_first else self._markup.call[0]
+        yield from _pass(text, _marks(begin[len(opened) :]))
+        return (yield from self._one(text))
 
     def _one(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
         body, end = self._markup.body, _marks(self._markup.call[1])
@@ -253,7 +264,7 @@ def _rules(
         free = ""
     return f"""calls: {first} call {more} {lark_of(section_end)}
 call: body {lark_of(end)}
-PLACE: /[\\w-]{{1,64}}/
+PLACE: /[\\w-]{{1,32}}/
 {lark.one_of("body", bodies)}
 {free}"""
 
@@ -286,19 +297,13 @@ def _tagged_bodies(
 
 
 def _lark_pieces(literal: str, delimiter: lark.Delimiter) -> list[str]:
-    """The pieces of the literal in Lark: texts, and tokens for tags where the vocabulary has these."""
-    pieces: list[str] = []
-    text = ""
-    for part in _SAID.split(literal):
-        token = "PLACE" if part in (ID, WORD) else ""
-        if re.fullmatch(_TAG, part) and not delimiter(part).startswith('"'):
-            token = delimiter(part)
-        if token:
-            pieces += [lark.text(text), token] if text else [token]
-            text = ""
-        else:
-            text += part
-    return [*pieces, lark.text(text)] if text else pieces
+    """The pieces of the literal in Lark: texts, tokens, and places."""
+    parts = re.split(f"([{ID}{WORD}])", literal)
+    return [
+        piece
+        for part in parts
+        for piece in (["PLACE"] if part in (ID, WORD) else lark.pieces(part, delimiter))
+    ]
 
 
 # -- what a template shows ----------------------------------------------------------------------------

@@ -126,7 +126,6 @@ async def test_system_and_blocks_make_the_prompt(
     assert await prompt_of(client, engine, asked(blocks, system="Be.")) == "system:Be.|user:a\nb"
     assert await prompt_of(client, engine, asked(system=blocks)) == "system:a\nb|user:Hi"
     assert await prompt_of(client, engine, asked(system="")) == "user:Hi"
-    assert await prompt_of(client, engine, asked(system="Be.") | {"messages": []}) == "system:Be."
 
 
 async def test_calls_and_results_of_earlier_turns(
@@ -287,6 +286,20 @@ async def test_stop_reasons(
     body = (await client.post("/v1/messages", json=asked())).json()
     assert (body["stop_reason"], body["stop_sequence"]) == expected
     assert body["content"] == []
+
+
+@pytest.mark.parametrize("version", [None, "2023-06-01"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/models"])
+async def test_answers_have_the_id_by_anthropics_name(
+    client: httpx.AsyncClient, path: str, version: str | None
+) -> None:
+    """anthropic 2.14.0 has it as `message._request_id`, and in its errors."""
+    headers = {"x-request-id": "abc"} | ({"anthropic-version": version} if version else {})
+    method = "GET" if path == "/v1/models" else "POST"
+    for body in asked(), {"max_tokens": 0}:
+        answer = await client.request(method, path, json=body, headers=headers)
+        is_anthropic = version is not None or path != "/v1/models"
+        assert answer.headers.get("request-id") == ("abc" if is_anthropic else None)
 
 
 async def test_tokens_are_counted(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from serve_app.apis.audio.preparation import WindowOrder, windows
-from serve_app.base.errors import QueueFullError
+from serve_app.base.errors import EngineFailedError, QueueFullError
 from serve_app.base.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
 from serve_app.config.schema import IngressConfig
 from serve_app.prompt.tokenizer import Tokenizer
@@ -140,6 +140,15 @@ async def test_verbose_json_has_segments(
     assert (first["avg_logprob"], first["tokens"], first["temperature"]) == (-1.0, [1, 2], 0.5)
 
 
+async def test_a_stream_that_cannot_go_on_ends_with_the_error(
+    hearing: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[TokenDelta("Hel", (5,)), EngineFailedError("It is lost.")]]
+    delta, failed = events(await ask(hearing, wav(2), stream="true"))
+    assert delta == {"type": "transcript.text.delta", "delta": "Hel"}
+    assert failed["error"]["message"] == "It is lost."
+
+
 async def test_a_stream_has_deltas_and_the_whole_text(
     hearing: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
@@ -169,7 +178,11 @@ async def test_a_file_that_was_begun_waits_for_room(engine: ScriptedEngine, tmp_
         assert answer.json()["text"] == "One. Two. Three."
         engine.scripts = [[QueueFullError("No room.", 3)]]
         refused = await ask(client, LONG)
+    async with api(engine, IngressConfig(api_key_file=keys)) as client:
+        engine.scripts = [one, [QueueFullError("No room for long.", 61)]]
+        late = await ask(client, LONG)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+    assert (late.status_code, late.headers["retry-after"]) == (429, "61"), "nobody waits so long"
 
 
 async def test_dictations_and_files_that_are_too_large_do_not_wait_for_a_long_file(

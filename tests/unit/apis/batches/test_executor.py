@@ -27,7 +27,7 @@ from serve_app.apis.batches import store as stores
 from serve_app.apis.batches.journal import BatchJournal
 from serve_app.apis.batches.objects import BatchRequest
 from serve_app.apis.batches.store import BatchStore
-from serve_app.base.errors import DecodeError, InvalidRequestError, QueueFullError
+from serve_app.base.errors import ConfigError, DecodeError, InvalidRequestError, QueueFullError
 from serve_app.base.types import Accepted, GenerationRequest, TokenDelta, account
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.server.http.request_context import Caller
@@ -402,6 +402,75 @@ async def begin_with(client: openai.AsyncOpenAI, file_id: str) -> Any:
     return await client.batches.create(
         input_file_id=file_id, endpoint=CHAT, completion_window="24h"
     )
+
+
+async def test_the_lines_of_a_key_are_for_its_models(tmp_path: Path) -> None:
+    """No line reaches the engine of a model that the key may not use, whatever the line calls it."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(json.dumps({"keys": [{"name": "a", "key": "a" * 20, "models": ["other"]}]}))
+    server = Server(tmp_path, api_key_file=keys)
+    async with server.process("a" * 20) as client:
+        names = [{}, {"model": "m"}, {"model": "M:latest"}]
+        lines = [line(f"q{i}", body("x") | named) for i, named in enumerate(names)]
+        batch = await ended(client, await begin(client, lines))
+        assert batch.request_counts.failed == len(names)
+        results = await contents(client, batch.error_file_id)
+        assert {one["response"]["status_code"] for one in results} == {403}
+    assert server.engine.seen == []
+
+
+async def test_no_other_user_can_read_the_files(server: Server) -> None:
+    modes: dict[str, int] = {}
+
+    def look() -> bool:
+        for file in server.store_folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                modes[str(file)] = file.stat().st_mode & 0o777
+        return any("/runs/" in name for name in modes)
+
+    umask = os.umask(0)
+    try:
+        async with server.process() as client:
+            server.engine.held.clear()
+            batch_id = await begin(client, [line("q", body("x"))])
+            await until(look)
+            server.engine.held.set()
+            await ended(client, batch_id)
+            look()
+    finally:
+        os.umask(umask)
+    assert set(modes.values()) == {0o600, 0o700}
+    assert {modes[name] for name in modes if "/files/" in name or ".sqlite" in name} == {0o600}
+
+
+@pytest.mark.parametrize("damage", ["no database", "a damaged page", "a folder"])
+def test_a_damaged_database_is_said_at_the_start(server: Server, damage: str) -> None:
+    server.api()
+    file = server.store_folder / "batches.sqlite"
+    if damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    elif damage == "no database":
+        file.write_bytes(bytes(range(256)) * 100)
+    else:
+        content = bytearray(file.read_bytes())
+        content[4096:8192] = os.urandom(4096)
+        file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        server.api()
+    assert str(file) in refused.value.message
+    assert "move batches.sqlite* away" in refused.value.message
+    file.rename(server.store_folder / "away")
+    server.api()
+
+
+async def test_a_database_that_is_moved_away_while_serving_is_begun_anew(server: Server) -> None:
+    async with server.process() as client:
+        await upload(client, [line("q", body("x"))])
+        (server.store_folder / "batches.sqlite").rename(server.store_folder / "away")
+        assert (await client.files.list()).data == []
+        batch = await ended(client, await begin(client, [line("q", body("x"))]))
+        assert batch.status == "completed"
 
 
 async def test_a_key_that_is_gone(tmp_path: Path) -> None:

@@ -225,13 +225,119 @@ async def test_rankings_repeat_documents_that_are_asked_for(
 ) -> None:
     monkeypatch.setattr(ByteTokenizer, "reranks", True)
     body = {"query": "q", "documents": [{"text": "b"}, "d"], "return_documents": True}
-    results = (await client.post("/v2/rerank", json=body)).json()["results"]
+    results = (await client.post("/v1/rerank", json=body)).json()["results"]
     assert [one["document"] for one in results] == [{"text": "d"}, {"text": "b"}]
-    of_tei = {"query": "q", "texts": ["b", "d"], "return_text": True}
+    of_tei = {"query": "q", "texts": ["b", "d"], "return_text": True, "raw_scores": True}
     assert (await client.post("/rerank", json=of_tei)).json() == [
         {"index": 1, "score": 100, "text": "d"},
         {"index": 0, "score": 98, "text": "b"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_logistic"),
+    [
+        ("/rerank", {"texts": ["b", "d"]}, True),
+        ("/rerank", {"texts": ["b", "d"], "raw_scores": False}, True),
+        ("/rerank", {"texts": ["b", "d"], "raw_scores": True}, False),
+        ("/v1/rerank", {"documents": ["b", "d"]}, False),
+        ("/v1/rerank", {"documents": ["b", "d"], "raw_scores": False}, True),
+        ("/v2/rerank", {"documents": ["b", "d"]}, True),
+    ],
+)
+async def test_scores_between_0_and_1(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, Any],
+    is_logistic: bool,
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    engine.vectors = np.array([[-np.log(3)], [np.log(4)]], np.float32)
+    answer = (await client.post(path, json={"query": "q", **fields})).json()
+    results = answer if isinstance(answer, list) else answer["results"]
+    scores = [one.get("score", one.get("relevance_score")) for one in results]
+    expected = [0.8, 0.25] if is_logistic else [np.log(4), -np.log(3)]
+    assert scores == pytest.approx(expected)
+
+
+async def test_rankings_as_sglangs_routers_read_them(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vllm-router 0.1.17 and sglang-router 0.3.2 send to a server, and take from it."""
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    body: dict[str, Any] = {"query": "q", "documents": ["b", "d"], "model": "first"}
+    body |= {"top_k": None, "return_documents": True, "rid": None, "user": None}
+    response = await client.post("/v1/rerank", json=body)
+    assert "x-corral-ignored" not in response.headers
+    assert response.json() == [
+        {"index": 1, "score": 100, "document": "d"},
+        {"index": 0, "score": 98, "document": "b"},
+    ]
+    best = (await client.post("/v1/rerank", json=body | {"top_k": 1})).json()
+    assert [one["index"] for one in best] == [1]
+
+
+async def test_cohere_s_rankings(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is too long is cut, and each document to its own bound."""
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    body = {"query": "q", "documents": ["x" * 99, "abcdef", ""], "max_tokens_per_doc": 70}
+    answer = (await client.post("/v2/rerank", json=body)).json()
+    assert [len(text) for text in engine.texts[0]] == [N_CTX_SLOT, 8, 2]
+    meta = answer.pop("meta")
+    assert len(answer.pop("id")) == 36
+    n_tokens = N_CTX_SLOT + 10
+    assert meta == {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1, "input_tokens": n_tokens},
+    }
+    assert sorted(answer) == ["model", "object", "results", "usage"]
+    await client.post("/v2/rerank", json=body | {"max_tokens_per_doc": 4})
+    assert [len(text) for text in engine.texts[1]] == [6, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "fields", "pair"),
+    [
+        ("query", "x" * 80, {"truncate": True}, "query|" + "x" * (N_CTX_SLOT - 6)),
+        ("y" * 80, "text", {"truncate": True}, "y" * (N_CTX_SLOT - 5) + "|text"),
+        ("y" * 80, "x" * 80, {"truncate": True}, "y" * 31 + "|" + "x" * 32),
+        ("query", "abcdef", {"truncate_prompt_tokens": 9}, "quer|abcd"),
+        ("query", "abcdef", {"truncate_prompt_tokens": -1}, "query|abcdef"),
+        ("query", "abcdef", {"truncate_prompt_tokens": 9, "truncation_side": "left"}, "uery|cdef"),
+        ("query", "", {}, "query|"),
+    ],
+)
+async def test_the_longer_text_of_a_pair_is_cut(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    query: str,
+    document: str,
+    fields: dict[str, Any],
+    pair: str,
+) -> None:
+    """As text-embeddings-inference cuts the longer one first; the query stays whole if it can."""
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    ranked = {"query": query, "documents": ["d", document], **fields}
+    assert (await client.post("/v1/rerank", json=ranked)).status_code == 200
+    scored = {"queries": query, "documents": ["d", document], **fields}
+    assert (await client.post("/v1/score", json=scored)).status_code == 200
+    assert [texts[1] for texts in engine.texts] == [tuple(pair.encode())] * 2
+
+
+async def test_a_pair_that_cannot_be_cut_so_far_is_refused(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    for n_most in 0, 1:
+        body = {"query": "q", "documents": ["d"], "truncate_prompt_tokens": n_most}
+        error = await refused(client, "/v1/rerank", **body)
+        assert error["code"] == "context_length_exceeded"
+    assert engine.texts == []
 
 
 async def test_scores_of_pairs(
@@ -311,6 +417,104 @@ async def test_texts_that_are_too_long_are_cut_where_the_request_says_so(
     assert (await client.post(path, json=body)).status_code == 400
     assert (await client.post(path, json=body | {"truncate": True})).status_code == 200
     assert [len(text) for text in engine.texts[0]] == [N_CTX_SLOT]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kept"),
+    [
+        ("/v1/embeddings", {"input": "abcdef", "truncate_prompt_tokens": 2}, b"ab"),
+        (
+            "/v1/embeddings",
+            {"input": "abcdef", "truncate_prompt_tokens": 2, "truncation_side": "left"},
+            b"ef",
+        ),
+        (
+            "/embed",
+            {"inputs": "z" * 9 + "a" * 60, "truncate": True, "truncation_direction": "Left"},
+            b"z" * 4 + b"a" * 60,
+        ),
+        ("/v2/embed", {"texts": ["abcdef"], "max_tokens": 3}, b"abc"),
+        ("/v2/embed", {"texts": ["abcdef"], "max_tokens": 3, "truncate": "START"}, b"def"),
+        ("/v2/embed", {"texts": ["z" * 9 + "a" * 60]}, b"z" * 9 + b"a" * 55),
+        ("/api/embed", {"input": "z" * 9 + "a" * 60}, b"z" * 9 + b"a" * 55),
+        ("/v2/embed", {"texts": ["a" * 69], "truncate": "NONE"}, None),
+        ("/api/embed", {"input": "a" * 69, "truncate": False}, None),
+    ],
+)
+async def test_how_texts_are_cut(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    path: str,
+    body: dict[str, Any],
+    kept: bytes | None,
+) -> None:
+    response = await client.post(path, json={"model": "first", **body})
+    assert response.status_code == (400 if kept is None else 200), response.text
+    assert engine.texts == ([] if kept is None else [(tuple(kept),)])
+
+
+async def test_cohere_s_vectors(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.vectors = np.array([[3, -4, 0], [0, 0, -2]], np.float32)
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    body = {"model": "first", "texts": ["ab", "c"], "embedding_types": types}
+    body |= {"input_type": "search_query"}
+    answer = (await client.post("/v2/embed", json=body)).json()
+    assert len(answer.pop("id")) == 36
+    packed = [np.frombuffer(base64.b64decode(one), "<f4") for one in answer["embeddings"]["base64"]]
+    assert np.array(packed) == pytest.approx(np.array([[0.6, -0.8, 0], [0, 0, -1]]))
+    del answer["embeddings"]["base64"]
+    assert answer == {
+        "embeddings": {
+            "float": [[pytest.approx(0.6), pytest.approx(-0.8), 0], [0, 0, -1]],
+            "int8": [[76, -102, 0], [0, 0, -127]],
+            "uint8": [[203, 25, 127], [127, 127, 0]],
+            "binary": [[0], [-128]],
+            "ubinary": [[128], [0]],
+        },
+        "response_type": "embeddings_by_type",
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 3}},
+    }
+    inputs = [{"content": [{"type": "text", "text": "ab"}]}]
+    short = {"inputs": inputs, "output_dimension": 2}
+    engine.vectors = np.array([[3, -4, 12]], np.float32)
+    assert (await client.post("/v2/embed", json=short)).json()["embeddings"] == {
+        "float": [pytest.approx([0.6, -0.8])]
+    }
+    assert engine.texts[-1] == ((97, 98),)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"texts": []},
+        {"texts": [""]},
+        {"inputs": [{"text": "a"}]},
+        {"texts": ["a"], "embedding_types": ["int4"]},
+        {"texts": ["a"], "truncate": "MIDDLE"},
+        {"texts": ["a"] * 2049},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_what_cohere_s_route_refuses(client: httpx.AsyncClient, body: Any) -> None:
+    await refused(client, "/v2/embed", **body)
+
+
+async def test_models_as_text_embeddings_inference_describes_its_own(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = (await client.get("/info", params={"model": "first"})).json()
+    assert described["model_id"] == "first"
+    assert described["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (described["max_input_length"], described["max_client_batch_size"]) == (N_CTX_SLOT, 2048)
+    assert (await client.get("/health")).status_code == 200
+    monkeypatch.setattr(ByteTokenizer, "reranks", True)
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    assert (await client.get("/info")).json()["model_type"] == {"reranker": labels}
+    monkeypatch.setattr(ByteTokenizer, "reranks", False)
+    monkeypatch.setattr(ByteTokenizer, "labels", LABELS)
+    kind = (await client.get("/info")).json()["model_type"]["classifier"]
+    assert kind["id2label"] == {"0": "joy", "1": "anger", "2": "fear"}
 
 
 async def test_a_model_does_one_or_the_other(
@@ -459,7 +663,7 @@ async def test_more_vectors_than_an_answer_has_are_refused_before_they_are_compu
         ({"query": "", "documents": ["a"]}, "query"),
         ({"query": "q"}, "documents"),
         ({"query": "q", "documents": []}, "documents"),
-        ({"query": "q", "documents": ["a", ""]}, "documents.1"),
+        ({"query": "q", "documents": ["a", 1]}, "documents.1"),
         ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
     ],
     ids=repr,

@@ -326,9 +326,73 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
             {"id": 169, "piece": [169]},
         ]
     }
-    assert await post("/detokenize", tokens=[97, 195, 169, 256]) == {"content": "aé</s>"}
+    both = {"content": "aé</s>", "prompt": "aé</s>"}
+    assert await post("/detokenize", tokens=[97, 195, 169, 256]) == both
+    assert await post("/detokenize", model="first", tokens=[97]) == {"content": "a", "prompt": "a"}
     messages = [{"role": "user", "content": "Hi"}]
     assert await post("/apply-template", messages=messages) == {"prompt": "user:Hi"}
+
+
+async def test_tokenize_as_vllm_has_it(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-router 0.1.17 asks so of each worker, and lm-eval 0.4.13 of its one."""
+    monkeypatch.setattr(ByteModelFile, "text_of", lambda self, token: f"<{token}>", raising=False)
+
+    async def post(**body: Any) -> Any:
+        return (await client.post("/tokenize", json=body)).json()
+
+    def told(tokens: list[int], strings: list[str] | None = None) -> dict[str, Any]:
+        counts = {"count": len(tokens), "max_model_len": N_CTX_SLOT}
+        return {**counts, "tokens": tokens, "token_strs": strings}
+
+    assert await post(model="first", prompt="ab") == told([94, 97, 98])
+    assert await post(prompt="", add_special_tokens=False) == told([])
+    assert await post(prompt="a", add_special_tokens=False, return_token_strs=True) == told(
+        [97], ["<97>"]
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = list(b"user:Hi")
+    for fields in (
+        {},
+        {"add_generation_prompt": True, "add_special_tokens": False, "chat_template_kwargs": {}},
+        {"continue_final_message": False, "return_token_strs": None},
+    ):
+        assert await post(model="first", messages=messages, **fields) == told(chat)
+    both = await post(content="a", prompt="b")  # llama-server's clients know no prompt
+    assert both == {"tokens": [97]}
+    error = (await post(prompt=7))["error"]
+    assert (error["param"], error["message"]) == (
+        "prompt",
+        "prompt: Input should be a valid string",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompts"),
+    [
+        ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "Hi"}]}, None),
+        ("/v1/responses/render", {"input": "Hi"}, None),
+        ("/v1/completions/render", {"prompt": "ab"}, [[97, 98]]),
+        ("/v1/completions/render", {"prompt": ["ab", "c"]}, [[97, 98], [99]]),
+        ("/v1/completions/render", {"prompt": [5, 6]}, [[5, 6]]),
+    ],
+)
+async def test_prompts_as_vllms_routers_ask_for_them(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], prompts: list[list[int]] | None
+) -> None:
+    answer = (await client.post(path, json={"model": "first", "stream": True, **body})).json()
+    found = [answer] if prompts is None else answer
+    assert [one["token_ids"] for one in found] == (prompts or [list(b"user:Hi")])
+    assert all(one["features"] is None for one in found)
+
+
+async def test_the_tokenizer_as_vllm_describes_it(client: httpx.AsyncClient) -> None:
+    """lm-eval 0.4.13 takes a server without `eos_token` for one that has no tokenizer."""
+    described = (await client.get("/tokenizer_info", params={"model": "first"})).json()
+    assert (described["bos_token"], described["eos_token"]) == (None, "</s>")
+    assert described["chat_template"] == "{{ messages }}"
+    assert described["model_max_length"] == N_CTX_SLOT
 
 
 async def test_props_and_slots(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -288,6 +288,54 @@ async def test_events_are_told_again_from_any_place(first: Ingress, second: Ingr
         assert some == events[5:]
 
 
+def check_waits(events: list[dict[str, Any]]) -> None:
+    """Check that a stream waited, that its events have numbers without gaps, and that all came."""
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert sum(event["type"] == "response.in_progress" for event in events) > 3
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+
+
+async def test_the_waits_of_a_stream_are_told_again(
+    first: Ingress, second: Ingress, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on behind an event finds what follows it, by the same numbers."""
+    held, waits = asyncio.Event(), itertools.count()
+    engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
+    first.app.state.sse_ping_interval_s = 0.001
+    wait = Event.wait
+
+    def counted() -> Event:
+        if next(waits) > 3:
+            held.set()
+        return wait()
+
+    monkeypatch.setattr(Event, "wait", counted)
+    async with first.client() as client:
+        answer = await client.post("/v1/responses", json={"input": "Hi", "stream": True})
+    events = named_events(answer)
+    check_waits(events)
+    response_id = events[0]["response"]["id"]
+    for ingress in (first, second):
+        some = named_events(await got(ingress, response_id, stream=True, starting_after=7))
+        assert some == events[8:]
+
+
+async def test_who_follows_a_background_response_is_told_to_wait(
+    first: Ingress, second: Ingress, engine: ScriptedEngine
+) -> None:
+    held = asyncio.Event()
+    engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
+    first.responses._wait_interval_s = 0.001
+    body = await posted(first, background=True)
+    following = asyncio.create_task(got(second, body["id"], stream=True))
+    await until(lambda: first.responses._responses[body["id"]].n_told > 6)
+    held.set()
+    events = named_events(await following)
+    check_waits(events)
+    some = named_events(await got(first, body["id"], stream=True, starting_after=7))
+    assert some == events[8:]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_are_told_again_as_they_were(
     first: Ingress, second: Ingress, engine: ScriptedEngine, stream: bool

@@ -159,7 +159,7 @@ def test_the_advice_is_configuration() -> None:
 
 
 def test_the_users_are_measured_too() -> None:
-    args = parse_args(["--model", "m.gguf", "--users", "6", "--sequences", "16,1"])
+    args = parse_args(["m.gguf", "--users", "6", "--sequences", "16,1"])
     assert args.sequences == (1, 6, 16)
     with pytest.raises(SystemExit):
-        parse_args(["--model", "m.gguf", "--formats", "Q9_9"])
+        parse_args(["m.gguf", "--formats", "Q9_9"])

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.engine_options import EngineOptions
+from serve_app.base.progress import nowhere
+from serve_app.engine.choice.caches import load_or_measure
 from serve_app.engine.choice.plan import (
     AS_STORED,
     LLAMA_CPP_PLAN,
@@ -58,7 +61,7 @@ def test_kernels_say_what_they_are(kernels: Kernels, text: str) -> None:
 def test_what_was_kept_is_found_again_with_the_same_kernels(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     assert PLAN.cache is None
-    assert PLAN.keep(folder, CACHE)
+    PLAN.keep(folder, CACHE)
     kept = profile_cache.load(folder, "a", Plan)
     assert kept == replace(PLAN, caches={str(PLAN.kernels): CACHE})
     assert kept is not None
@@ -78,15 +81,37 @@ def test_the_caches_of_several_kernels_are_kept(tmp_path: Path) -> None:
     assert kept.caches == {str(PLAN.kernels): CACHE, "OpenVINO": other}
 
 
-@pytest.mark.parametrize(
-    ("plan", "share", "is_good"), [(PLAN, 0.7, False), (LLAMA_CPP_PLAN, 1.0, True)]
-)
-def test_what_other_programs_disturbed_or_has_no_name_is_not_kept(
-    tmp_path: Path, plan: Plan, share: float, is_good: bool
-) -> None:
-    cache = replace(CACHE, profile=replace(CACHE.profile, share=share))
-    assert plan.keep(tmp_path, cache) is is_good
+def test_a_plan_without_a_name_is_not_kept(tmp_path: Path) -> None:
+    LLAMA_CPP_PLAN.keep(tmp_path, CACHE)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("share", "measures_again", "n_measured"),
+    [(0.7, True, 2), (0.7, False, 1), (1.0, True, 1), (1.0, False, 1)],
+)
+def test_what_other_programs_disturbed_is_measured_again_unless_somebody_waits_for_it(
+    tmp_path: Path,
+    share: float,
+    measures_again: bool,
+    n_measured: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = EngineOptions(
+        n_slots=1, n_ctx_slot=64, threads=1, profile_folder=tmp_path, measures_again=measures_again
+    )
+    measured: list[CachePlan] = []
+
+    def measure() -> CachePlan:
+        measured.append(replace(CACHE, profile=replace(CACHE.profile, share=share)))
+        return measured[-1]
+
+    for _ in range(2):
+        plan = profile_cache.load(tmp_path, "a", Plan) or PLAN
+        assert load_or_measure(plan, options, nowhere, measure) == measured[-1]
+    assert len(measured) == n_measured
+    assert ("The next start measures again" in caplog.text) == (share < 1 and measures_again)
+    assert ("learned while the model serves" in caplog.text) == (n_measured == 1 and share < 1)
 
 
 @pytest.mark.parametrize(

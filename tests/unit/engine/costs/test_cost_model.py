@@ -238,8 +238,15 @@ def test_small_things() -> None:
     model = CostModel(MEASURED)
     assert model.smallest_chunk(100) == 16
     assert model.smallest_chunk(9) == 9
-    assert model.prompt_token_s == pytest.approx(0.38 / 128)
+    assert model.prompt_token_s == pytest.approx((0.2 / 64 + 0.38 / 128) / 2)
     assert model.curve()["verify_ms"] == {2: 30.0, 4: 40.0}
+
+
+def test_a_size_that_was_measured_too_fast_does_not_say_what_prompts_take() -> None:
+    times = {n: 0.002 * n for n in (16, 32, 64, 128, 256, 512)}
+    assert CostModel(Profile({1: 0.01}, times)).prompt_token_s == pytest.approx(0.002)
+    lucky = CostModel(Profile({1: 0.01}, times | {256: 0.3}))
+    assert lucky.prompt_token_s == pytest.approx(0.002)
 
 
 def test_behind_many_tokens_a_chunk_has_fewer_rows_than_were_measured() -> None:

@@ -54,7 +54,7 @@ class Machine:
         return found
 
 
-def within(errors: list[float], p50: float = 0.10, p95: float = 0.27) -> bool:
+def within(errors: list[float], p50: float = 0.10, p95: float = 0.25) -> bool:
     return percentile(errors, 50) <= p50 and percentile(errors, 95) <= p95
 
 
@@ -63,7 +63,7 @@ def test_it_is_not_confused_by_noise(noise: float) -> None:
     assert within(Machine(noise=noise).errors(CostModel(MEASURED), 200))
 
 
-@pytest.mark.parametrize("slope", [0.3, 3, 10])
+@pytest.mark.parametrize("slope", [0.1, 0.3, 3, 10])
 @pytest.mark.parametrize("depth", [8_000, 60_000])
 def test_it_learns_slopes_that_were_measured_wrongly(slope: float, depth: int) -> None:
     errors = Machine(slope=slope).errors(CostModel(MEASURED), 160, depth)
@@ -76,12 +76,17 @@ def test_it_learns_bases_apart_from_slopes(base: float) -> None:
     assert within(errors[60:])
 
 
+def test_a_slope_of_which_nothing_was_measured() -> None:
+    assert within(Machine().errors(CostModel(SHALLOW), 300)[100:])
+
+
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2])
-def test_a_change_of_speed_is_known_within_forty_steps(factor: float) -> None:
+def test_a_change_of_speed_is_known_within_thirty_steps(factor: float) -> None:
     changing = Machine(speed=lambda step: 1.0 if step < 100 else factor)
     errors = changing.errors(CostModel(MEASURED), 200)
     assert within(errors[:100])
-    assert within(errors[140:])
+    assert within(errors[120:130])
+    assert within(errors[130:])
 
 
 def test_hiccups_are_not_learnt() -> None:
@@ -109,15 +114,22 @@ def test_batches_that_others_disturb_are_forecast_as_they_are() -> None:
         assert model.decode_s(16) == pytest.approx(seconds, rel=0.05)
 
 
-def test_a_profile_that_was_made_beside_others_begins_at_what_is_likely() -> None:
-    """Twice too slow, and one size ten times."""
+def test_what_was_learned_is_the_next_profile() -> None:
+    """A profile of a busy moment: twice too slow, and one size ten times. Two batches of each mend it."""
     busy = {n: 2 * seconds for n, seconds in MEASURED.prefill_s.items()} | {32: 1.1}
-    model = CostModel(replace(MEASURED, prefill_s=busy, share=0.5))
+    deep = {n: 2 * seconds for n, seconds in MEASURED.deep_prefill_s.items()}
+    model = CostModel(replace(MEASURED, prefill_s=busy, deep_prefill_s=deep, share=0.5))
     assert model.prefill_s(32, 0) <= 0.4  # as a larger one
-    for _ in range(40):
+    for _ in range(2):
         for n, seconds in MEASURED.prefill_s.items():
             model.observe_prefill(n, 0, seconds)
-    assert model.learned_profile().prefill_s == pytest.approx(MEASURED.prefill_s, rel=0.1)
+        for n, seconds in MEASURED.decode_s.items():
+            model.observe_decode(n, n, 0, seconds)
+    learned = model.learned_profile()
+    assert learned.share == 1.0
+    assert learned.prefill_s == pytest.approx(MEASURED.prefill_s, rel=0.1)
+    assert learned.decode_s == pytest.approx(MEASURED.decode_s, rel=0.1)
+    assert learned.deep_decode_s[16] == pytest.approx(0.27, rel=0.3), "nothing deep was seen"
 
 
 def test_a_slope_is_kept_as_it_was_learned_if_batches_were_deep() -> None:

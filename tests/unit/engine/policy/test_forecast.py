@@ -179,6 +179,16 @@ def test_forecasts_learn_by_what_factor_they_are_wrong() -> None:
     assert errors.n == 300
 
 
+def test_a_few_forecasts_show_by_what_factor_a_start_was_wrong() -> None:
+    errors = ForecastErrors()
+    for _ in range(3):
+        errors.learn(2.0, 3.0)
+    assert errors.correction.bias == pytest.approx(1.5**0.75)
+    for _ in range(7):
+        errors.learn(2.0, 3.0)
+    assert errors.correction.bias == pytest.approx(1.5, rel=0.05)
+
+
 def test_a_short_forecast_teaches_little_and_no_error_counts_without_end() -> None:
     errors = ForecastErrors()
     errors.learn(0.001, 0.1)

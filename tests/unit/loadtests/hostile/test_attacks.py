@@ -10,7 +10,7 @@ import pytest
 
 from loadtests.hostile import bodies
 from loadtests.hostile.__main__ import chosen
-from loadtests.hostile.attack import KEYED, KEYLESS, MIB, MOST_BODY_BYTES
+from loadtests.hostile.attack import ALONE, KEYED, KEYLESS, MIB, MOST_BODY_BYTES
 from loadtests.hostile.attacks import ATTACKS, FAMILIES, block, crash, grammar, smuggle
 from loadtests.hostile.scene import CUT, status_of
 
@@ -20,9 +20,9 @@ MOST_SECONDS = 60
 def test_every_family_of_attacks_is_there() -> None:
     assert set(FAMILIES) == {
         "control", "crash", "web", "replica", "block", "grammar", "starve", "charge", "hold",
-        "silence", "spy", "operate", "smuggle", "sampling", "batch", "mixed",
+        "silence", "spy", "connections", "operate", "smuggle", "sampling", "batch", "mixed",
     }  # fmt: skip
-    assert {attack.server for attack in ATTACKS} == {KEYED, KEYLESS}
+    assert {attack.server for attack in ATTACKS} == {ALONE, KEYED, KEYLESS}
 
 
 def test_attacks_are_bounded_and_say_what_they_do() -> None:
@@ -39,7 +39,7 @@ def test_names_are_unique_and_fit_an_argument() -> None:
 
 def test_attacks_of_one_server_follow_each_other() -> None:
     servers = [attack.server for attack in ATTACKS]
-    assert [server for server, _ in groupby(servers)] == [KEYLESS, KEYED]
+    assert [server for server, _ in groupby(servers)] == [KEYLESS, KEYED, ALONE]
 
 
 def test_the_short_form_has_the_gravest_families() -> None:

@@ -78,6 +78,11 @@ EXAMPLES = {
         '{"tool_calls": [{"name": "now", "arguments": {}}]}',
         '{"tool_calls": [{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}, {"name": "now", "arguments": {}}]}',
     ),
+    "gigachat": Example(
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}',
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
+    ),
     "glm": Example(
         '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tromsø</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call>',
         '<tool_call>now</tool_call>',
@@ -102,6 +107,16 @@ EXAMPLES = {
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Tromsø", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Tromsø", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    "kimi-k3": Example(
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Tromsø<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Tromsø<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    ),
+    "lfm2": Example(
+        '<|tool_call_start|>[get_weather(city="Tromsø", days=2)]<|tool_call_end|>',
+        '<|tool_call_start|>[now()]<|tool_call_end|>',
+        '<|tool_call_start|>[get_weather(city="Tromsø", days=2), now()]<|tool_call_end|>',
     ),
     "llama3": Example(
         '{"name": "get_weather", "parameters": {"city": "Tromsø", "days": 2}}',
@@ -133,10 +148,25 @@ EXAMPLES = {
         '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
         '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}<|/tool_call|><|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
     ),
+    "pythonic": Example(
+        "<|tool_call_start|>[get_weather(city='Tromsø', days=2)]<|tool_call_end|>",
+        "<|tool_call_start|>[now()]<|tool_call_end|>",
+        "<|tool_call_start|>[get_weather(city='Tromsø', days=2), now()]<|tool_call_end|>",
+    ),
     "qwen-coder": Example(
         '<tool_call>\n<function=get_weather>\n<parameter=city>\nTromsø\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>',
         '<tool_call>\n<function=now>\n</function>\n</tool_call>',
         '<tool_call>\n<function=get_weather>\n<parameter=city>\nTromsø\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>',
+    ),
+    "recipients": Example(
+        'get_weather\n{"city": "Tromsø", "days": 2}',
+        'now\n{}',
+        'get_weather\n{"city": "Tromsø", "days": 2}>>>now\n{}',
+    ),
+    "solar": Example(
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|>',
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>',
+        '<|tool_calls|><|tool_call:begin|>abcdefghij<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Tromsø", "days": 2}<|tool_call:end|><|tool_call:begin|>klmnopqrst<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>',
     ),
 }
 # fmt: on

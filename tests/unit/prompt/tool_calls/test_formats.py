@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from serve_app.prompt.chat_template import ChatTemplate
 from serve_app.prompt.tool_calls import FORMATS, GENERIC, ToolCall, ToolFormat, detect, reader
+from serve_app.prompt.tool_calls.calls import Reasoning
 from serve_app.prompt.tool_calls.reader import Reading, TextReader
 from tests.unit.prompt.splitting import cuts, parse
 from tests.unit.prompt.tool_calls.formats import (
@@ -119,11 +120,12 @@ def test_content_and_calls_lose_nothing(form: ToolFormat, parts: list[tuple[bool
 
 @every_format
 def test_content_is_not_held_back(form: ToolFormat) -> None:
-    begun = (form.opening or form.delimiters[0])[:6]
+    opening = form.opening or form.delimiters[0]
+    begun = opening[: min(6, len(opening) - 1)]
     parser = form.parser(TOOLS)
     assert parser.feed("a < b [c]") == ["a < b [c]"]
     assert parser.feed(f" {begun}") == [" "]
-    assert parser.feed("box>") == [f"{begun}box>"]
+    assert parser.feed("box,") == [f"{begun}box,"]
 
 
 @given(
@@ -141,6 +143,38 @@ def test_any_arguments_survive(
     text = EXAMPLES[form.name].first.replace(FIRST.arguments, written)
     (call,) = read(form, [text[i : i + size] for i in range(0, len(text), size)])
     assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "is_thinking", "before", "content"),
+    [
+        ("solar", False, "<|think|>Hm.<|end|><|begin|>assistant", "<|content|>{}"),
+        ("kimi-k3", True, "Hm.<|close|>think<|sep|>", "<|open|>response<|sep|>{}<|close|>response<|sep|>"),
+        ("command-r", False, "<|START_THINKING|>Hm.<|END_THINKING|>", "<|START_RESPONSE|>{}"),
+    ],
+)  # fmt: skip
+def test_reasoning_content_and_calls_between_tags(
+    name: str, is_thinking: bool, before: str, content: str
+) -> None:
+    form = FORMAT[name]
+    text = f"{before}{content.format('Hello.')}{EXAMPLES[name].first}"
+    for pieces in cuts(text):
+        parser = form.parser(TOOLS, is_thinking=is_thinking)
+        assert parse(parser, pieces) == [Reasoning("Hm."), "Hello.", FIRST]
+
+
+def test_the_end_of_a_turn_is_no_content() -> None:
+    form = FORMAT["gigachat"]
+    for pieces in cuts("Hello.<|message_sep|>\n\n"):
+        assert read(form, pieces) == ["Hello."]
+        assert parse(form.parser(), pieces) == ["Hello."]
+
+
+def test_a_recipient_is_no_content() -> None:
+    form = FORMAT["recipients"]
+    for pieces in cuts(f"all\nHello.>>>{EXAMPLES['recipients'].first}"):
+        assert read(form, pieces) == ["Hello.", FIRST]
+    assert parse(form.parser(), list("all\nHello >>>all\nyou")) == ["Hello you"]
 
 
 # -- work -----------------------------------------------------------------------------------------
@@ -220,7 +254,7 @@ def test_what_looks_like_many_calls_is_not_read_again_and_again(
 def test_the_format_of_real_templates(path: Path) -> None:
     template, form = template_at(path), format_of(path)
     assert template.tool_format.name == form.name
-    assert template.thinks is (form.has_channels or "<think>" in path.read_text())
+    assert template.thinks is ((form.has_channels and form.thinks) or "<think>" in path.read_text())
 
 
 def test_kimis_own_parser_is_used() -> None:
@@ -272,7 +306,8 @@ def test_what_a_template_writes_is_read(path: Path) -> None:
     if form is GENERIC:
         return
     text = template.render(earlier_turns("call_0123456789abcdef"), TOOLS)
-    said = text[text.rindex(form.opening or EXAMPLES[form.name].first.partition(FIRST.name)[0]) :]
+    opening = form.opening or EXAMPLES[form.name].first.partition(FIRST.name)[0]
+    said = text[text.rindex(opening, 0, text.rindex(FIRST.name)) :]
     assert read(form, [said])[0] == FIRST
 
 

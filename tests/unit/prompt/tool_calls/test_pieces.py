@@ -128,3 +128,10 @@ def test_arguments_that_go_wrong_stay_and_the_rest_is_content() -> None:
         assert call.name == "f"
         assert call.arguments == '{"a" '
         assert rest == ["1}}</tool_call>"]
+
+
+@every_format
+def test_empty_arguments_have_no_blanks(form: ToolFormat) -> None:
+    text = EXAMPLES[form.name].second.replace("{}", "{\n    }")
+    for pieces in cuts(text):
+        assert read(form, pieces) == [SECOND]

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
+import json
+import resource
+import shutil
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse
 
 from serve_app.run.local import http
-from serve_app.run.local.http import BoundedHttp
+from tests.unit.run.local.conftest import PATIENCE_S, Serve
 
 BODY = "HTTP/1.1 is\r\nnot: a header\r\n\r\nhere"
-PATIENCE_S = 30
-
-
-Serve = Callable[[FastAPI], Any]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Serves an application; gives the port."""
-    running: list[tuple[uvicorn.Server, asyncio.Task[None]]] = []
-
-    async def started(app: FastAPI) -> int:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, http=BoundedHttp, log_level="error"))
-        running.append((server, asyncio.create_task(server.serve([listener]))))
-        port: int = listener.getsockname()[1]
-        return port
-
-    yield started
-    for server, serving in running:
-        server.should_exit = True
-        await asyncio.wait_for(serving, PATIENCE_S)
 
 
 async def connected(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -84,24 +62,290 @@ async def test_a_head_that_does_not_end_is_not_waited_for(
     writer.close()
 
 
-async def test_a_head_that_is_too_long_ends_its_connection(serve: Serve) -> None:
-    head = b"GET / HTTP/1.1\r\n" + b"name: value\r\n" * 10_000
-    reader, writer = await connected(await serve(FastAPI()), head)
+LONG = b"x" * 70_000
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+OVERSIZED = {
+    "one header": b"GET /echo HTTP/1.1\r\nHost: a\r\nname: " + LONG + b"\r\n\r\n",
+    "many headers": b"GET /echo HTTP/1.1\r\n" + b"name: value\r\n" * 10_000 + b"\r\n",
+    "a name": b"GET /echo HTTP/1.1\r\nHost: a\r\n" + LONG + b": a\r\n\r\n",
+    "the address": b"GET /echo?" + LONG + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    "trailers": CHUNKED + b"1\r\na\r\n0\r\n" + b"name: value\r\n" * 10_000 + b"\r\n",
+    "one trailer": CHUNKED + b"1\r\na\r\n0\r\nname: " + LONG + b"\r\n\r\n",
+    "chunk extensions": CHUNKED + b"1;" + LONG + LONG + b"\r\na\r\n0\r\n\r\n",
+    "a head that does not end": b"GET /echo HTTP/1.1\r\nHost: a\r\nname: " + LONG,
+}
+"""Requests with more than 64 KiB besides their bodies."""
+
+
+def echo() -> FastAPI:
+    """An application that tells the length of a body, and the trailers among the headers."""
+    app = FastAPI()
+
+    @app.api_route("/echo", methods=["GET", "POST"])
+    async def answer(request: Request) -> PlainTextResponse:
+        body = await request.body()
+        return PlainTextResponse(f"{len(body)} bytes, trailer: {request.headers.get('late')}")
+
+    return app
+
+
+async def answer_to(
+    port: int, data: bytes, piece: int = 2**20
+) -> tuple[bytes, dict[str, str], bytes]:
+    """The status line, the headers and the body of the only answer to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for start in range(0, len(data), piece):
+            writer.write(data[start : start + piece])
+            await writer.drain()
+            await asyncio.sleep(0)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+        status, *lines = head.decode().removesuffix("\r\n\r\n").split("\r\n")
+        fields = dict(line.lower().split(": ", 1) for line in lines)
+        length = int(fields["content-length"])
+        return status.encode(), fields, await reader.readexactly(length)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("piece", [2**20, 1000, 1_003])
+@pytest.mark.parametrize("name", OVERSIZED)
+async def test_what_is_around_a_body_is_bounded_however_it_comes(
+    name: str, piece: int, serve: Serve
+) -> None:
+    status, fields, body = await answer_to(await serve(echo()), OVERSIZED[name], piece)
+    assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert json.loads(body)["error"]["code"] == "header_too_large"
+    assert fields["connection"] == "close"
+
+
+@pytest.mark.parametrize("piece", [2**20, 1000])
+async def test_the_bound_holds_for_a_connections_second_request(piece: int, serve: Serve) -> None:
+    reader, writer = await connected(await serve(echo()), b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\n")
+    await asyncio.wait_for(reader.readuntil(b"None"), PATIENCE_S)
+    for start in range(0, len(data := OVERSIZED["one header"]), piece):
+        writer.write(data[start : start + piece])
+    assert b" 431 " in await asyncio.wait_for(reader.readline(), PATIENCE_S)
+    writer.close()
+
+
+async def test_large_requests_within_the_bounds_are_answered(serve: Serve) -> None:
+    port = await serve(echo())
+    head = b"GET /echo HTTP/1.1\r\nHost: a\r\nname: " + b"x" * 65_000 + b"\r\n\r\n"
+    assert (await answer_to(port, head))[0] == b"HTTP/1.1 200 OK"
+    crumbs = CHUNKED + b"1\r\na\r\n" * 40_000 + b"0\r\nlate: no\r\n\r\n"
+    for piece in (2**20, 5_000):
+        assert (await answer_to(port, crumbs, piece))[2] == b"40000 bytes, trailer: None"
+
+
+async def test_what_is_no_request_gets_an_error(serve: Serve) -> None:
+    status, _, body = await answer_to(await serve(echo()), b"\x16\x03\x01\r\n\r\n")
+    assert status == b"HTTP/1.1 400 Bad Request"
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+
+
+@pytest.mark.parametrize("piece", [2**20, 7, 1])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"Content-Length: 9\r\n", b"Upgrade: "),
+        (b"Transfer-Encoding: chunked\r\n", b"4\r\nfour\r\n5\r\nfives\r\n0\r\n\r\n"),
+    ],
+)
+@pytest.mark.parametrize("offer", [OFFER, b"Upgrade: websocket\r\nConnection: upgrade\r\n"])
+async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(
+    offer: bytes, framing: bytes, body: bytes, piece: int, serve: Serve
+) -> None:
+    port = await serve(echo())
+    post = b"POST /echo HTTP/1.1\r\nHost: a\r\n" + offer + framing + b"\r\n" + body
+    assert (await answer_to(port, post, piece))[2] == b"9 bytes, trailer: None"
+
+
+async def test_requests_behind_an_offer_to_upgrade_are_answered(serve: Serve) -> None:
+    head = b"POST /echo HTTP/1.1\r\nHost: a\r\n" + OFFER + b"Content-Length: 4\r\n\r\nfour"
+    plain = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nsix"
+    reader, writer = await connected(await serve(echo()), head + head + plain + head)
+    for n in (4, 4, 3, 4):
+        await asyncio.wait_for(reader.readuntil(b"%d bytes, trailer: None" % n), PATIENCE_S)
+    writer.close()
+
+
+JAVA = """
+import java.net.*; import java.net.http.*;
+public class Ask {
+    public static void main(String[] at) throws Exception {
+        var body = HttpRequest.BodyPublishers.ofString("nine here");
+        var ask = HttpRequest.newBuilder(URI.create(at[0])).POST(body).build();
+        var answer = HttpClient.newHttpClient().send(ask, HttpResponse.BodyHandlers.ofString());
+        System.out.print(answer.statusCode() + " " + answer.body());
+    }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="there is no Java compiler here")
+async def test_javas_own_client_is_answered(serve: Serve, tmp_path: Path) -> None:
+    """It offers HTTP/2 with each request to an http:// address (seen with Java 17.0.15)."""
+    (tmp_path / "Ask.java").write_text(JAVA)
+    url = f"http://127.0.0.1:{await serve(echo())}/echo"
+    command = ["java", "-Xshare:auto", str(tmp_path / "Ask.java"), url]
+    asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await asyncio.wait_for(asked.communicate(), PATIENCE_S)
+    assert told == b"200 9 bytes, trailer: None"
+
+
+# -- the limit of connections ---------------------------------------------------------------------
+
+GET = b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def from_address(address: str, port: int, data: bytes) -> Wire:
+    """A connection from an address of this machine, over which this was sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(data)
+    return reader, writer
+
+
+async def is_answered(wire: Wire) -> bool:
+    line = await asyncio.wait_for(wire[0].readline(), PATIENCE_S)
+    return line == b"HTTP/1.1 200 OK\r\n"
+
+
+HELD = {
+    "idle": GET,
+    "silent": b"",
+    "half a head": b"GET /echo HTTP/1.1\r\nHo",
+    "half a body": POST + b"half",
+    "blank lines": GET + b"\r\n\r\n",
+    "an offer": b"GET /echo HTTP/1.1\r\nHost: a\r\n" + OFFER + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+async def test_newcomers_are_answered_whatever_holds_all_connections(
+    held: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 4)
+    port = await serve(echo())
+    wires = [await connected(port, HELD[held]) for _ in range(4)]
+    if HELD[held].startswith(GET):
+        assert all([await is_answered(wire) for wire in wires])
+    wires += [await connected(port, GET) for _ in range(4)]
+    for wire in wires[4:]:
+        assert await is_answered(wire)
+    for _, writer in wires:
+        writer.close()
+
+
+async def test_the_longest_idle_of_the_address_with_most_ends_first(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 4)
+    port = await serve(echo())
+    addresses = ("127.0.0.2", "127.0.0.3", "127.0.0.3", "127.0.0.3", "127.0.0.4")
+    wires = []
+    for address in addresses[:4]:
+        wires.append(await from_address(address, port, GET))
+        assert await is_answered(wires[-1])
+    wires.append(await from_address(addresses[4], port, GET))
+    assert await is_answered(wires[4])
+    await asyncio.wait_for(wires[1][0].read(), PATIENCE_S)
+    assert wires[1][0].at_eof()
+    for i in (0, 2, 3):
+        wires[i][1].write(GET)
+        await asyncio.wait_for(wires[i][0].readuntil(b"None"), PATIENCE_S)
+        assert await is_answered(wires[i])
+    for _, writer in wires:
+        writer.close()
+
+
+async def test_answers_go_on_where_newcomers_of_their_address_find_no_room(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another address has more of them."""
+    monkeypatch.setattr(http, "most_connections", lambda: 3)
+    app, go_on, begun = echo(), asyncio.Event(), asyncio.Queue[None]()
+
+    @app.get("/wait")
+    async def wait() -> PlainTextResponse:
+        begun.put_nowait(None)
+        await go_on.wait()
+        return PlainTextResponse("waited")
+
+    port = await serve(app)
+    ask = GET.replace(b"/echo", b"/wait")
+    wires = []
+    for _ in range(3):
+        wires.append(await connected(port, ask))
+        await asyncio.wait_for(begun.get(), PATIENCE_S)
+    status, fields, body = await answer_to(port, b"")
+    assert (status, fields["retry-after"]) == (b"HTTP/1.1 429 Too Many Requests", "1")
+    assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+    other = await from_address("127.0.0.2", port, GET)
+    assert await is_answered(other)
+    assert await closed(wires[2][0])
+    go_on.set()
+    for wire in wires[:2]:
+        assert await is_answered(wire)
+    for _, writer in (*wires, other):
+        writer.close()
+
+
+async def test_the_rest_of_a_body_that_was_refused_is_read_for_a_while(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def refuse() -> PlainTextResponse:
+        return PlainTextResponse("no", 413)
+
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 300000\r\n\r\n"
+    port = await serve(app)
+    reader, writer = await connected(port, head)
+    await asyncio.wait_for(reader.readuntil(b"no"), PATIENCE_S)
+    writer.write(b"x" * 300_000 + head)
+    assert b"413" in await asyncio.wait_for(reader.readline(), PATIENCE_S)
+    writer.close()
+    monkeypatch.setattr(http, "HEAD_S", 0.05)
+    reader, writer = await connected(port, head)
+    await asyncio.wait_for(reader.readuntil(b"no"), PATIENCE_S)
     assert await closed(reader)
     writer.close()
 
 
-async def test_the_oldest_connection_without_a_head_ends_for_one_that_is_too_many(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+EXPECTS = b"Host: a\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+
+
+async def test_who_expects_to_go_on_gets_100_or_an_answer_that_ends_the_connection(
+    serve: Serve,
 ) -> None:
-    monkeypatch.setattr(http, "most_connections", lambda: 2)
-    port = await serve(FastAPI())
-    oldest, others = await connected(port, b"GET"), [await connected(port, b"GET")]
-    others.append(await connected(port, b"GET /none HTTP/1.1\r\nHost: a\r\n\r\n"))
-    assert await closed(oldest[0])
-    assert (await asyncio.wait_for(others[1][0].readline(), PATIENCE_S)).endswith(b"Not Found\r\n")
-    for _, writer in (oldest, *others):
-        writer.close()
+    """Apache 2.4.71 makes a 500 of an early answer behind which the connection stays."""
+    port = await serve(echo())
+    status, fields, _ = await answer_to(port, b"POST /none HTTP/1.1\r\n" + EXPECTS)
+    assert (status, fields["connection"]) == (b"HTTP/1.1 404 Not Found", "close")
+    reader, writer = await connected(port, b"POST /echo HTTP/1.1\r\n" + EXPECTS)
+    told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"nine here")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+    assert b"Connection: close" not in head
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("most_files", "most"), [(200, 100), (1024, 768), (65536, 4096), (resource.RLIM_INFINITY, 4096)]
+)
+def test_the_limit_of_connections_leaves_files_for_others(
+    most_files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most_files, most_files))
+    assert http.most_connections.__wrapped__() == most
 
 
 @pytest.mark.parametrize("n_bytes", [0, 300_000])

@@ -1,5 +1,6 @@
 """A local server's own folder, and models that cannot be loaded."""
 
+import asyncio
 import fcntl
 import signal
 import socket
@@ -7,13 +8,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
 
-from serve_app.base.errors import EngineFailedError
+from serve_app.base.errors import (
+    ConfigError,
+    CorralError,
+    EngineFailedError,
+    EngineUnavailableError,
+)
 from serve_app.run.local import handle, server
+from serve_app.run.local.calls import Connection
 from serve_app.run.local.handle import EngineChild, LocalHandle
 
 
@@ -65,6 +72,71 @@ async def test_a_model_that_no_process_could_load_is_given_up(
     with pytest.raises(EngineFailedError):
         await LocalHandle(model, tmp_path, 1.0).keep(_DyingChild(tmp_path))
     assert _DyingChild.n_started == 3
+
+
+class _ScriptedChild(EngineChild):
+    """A process that answers `start` with the next of these outcomes, and other calls with their names."""
+
+    outcomes: ClassVar[list[CorralError | None]] = []
+    ends: ClassVar[list[Connection]] = []
+
+    def __init__(self, _: Path) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self.process = subprocess.Popen(["true"])
+        self._serving = asyncio.create_task(self._serve(theirs, self.outcomes.pop(0)))
+
+    async def _serve(self, theirs: socket.socket, outcome: CorralError | None) -> None:
+        def answer(method: str) -> Any:
+            async def called(*_: object) -> object:
+                return outcome if method == "start" else method
+
+            return called
+
+        _, end = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Connection(answer, lambda: None), sock=theirs
+        )
+        self.ends.append(end)
+
+
+async def test_a_model_that_cannot_load_again_says_why_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "EngineChild", _ScriptedChild)
+    monkeypatch.setattr(handle, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(_ScriptedChild, "outcomes", [None, ConfigError("it is cut"), None])
+    tried, on = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: float) -> None:
+        if len(_ScriptedChild.outcomes) == 1:  # before the last start
+            tried.set()
+            await on.wait()
+
+    local = LocalHandle(cast(Any, _Model("m", "m")), tmp_path, 1.0)
+    keeping = asyncio.create_task(local.keep(_ScriptedChild(tmp_path)))
+    async with asyncio.timeout(60):
+        assert await local.call("stats") == "stats"
+        monkeypatch.setattr(handle, "_pause", wait)
+        waiting = asyncio.create_task(_call_after_loss(local))
+        _ScriptedChild.ends.pop().close()
+        await tried.wait()
+        for call in (waiting, local.call("stats")):
+            with pytest.raises(EngineUnavailableError, match="cannot be loaded: it is cut"):
+                await call
+        assert local.running() == frozenset()
+        on.set()
+        while local.failure is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await local.call("stats") == "stats"
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _call_after_loss(local: LocalHandle) -> Any:
+    """A call of a process that is lost, and then has none."""
+    while local.running():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return await local.call("stats")
 
 
 def test_a_server_waits_for_its_processes_where_who_started_it_did_not(

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import pytest
 
 from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.channel.protocol import Address
+from serve_app.config.schema import parse
+from serve_app.config.sources import ModelSource
 from serve_app.run.replica import on_demand
-from serve_app.run.replica.on_demand import ModelLifecycle, Residency
+from serve_app.run.replica.loaded_model import LoadedModel
+from serve_app.run.replica.on_demand import ModelLifecycle, OnDemandModel, Residency
+from serve_app.run.replica.place import ReplicaPlace
+from serve_app.run.resolving import resolve_all
 
 Process = Callable[[str, int], Residency]
 
@@ -362,3 +368,22 @@ async def test_the_end_of_the_process_unloads_it(node: Node) -> None:
     await use(model)
     await model.close()
     assert node.engine.is_closed
+
+
+@pytest.mark.parametrize("kind", [LoadedModel, OnDemandModel])
+async def test_a_replica_leaves_whose_start_failed_or_never_began(
+    kind: type[LoadedModel | OnDemandModel], tmp_path: Path
+) -> None:
+    """Serve calls `leave` then, too."""
+    await kind().leave()
+    app = parse({"models": [{"id": "m", "source": {"builtin": True}, "keep_alive": "1m"}]})
+    (model,) = resolve_all(app)
+    if kind is LoadedModel:
+        gone = ModelSource(path=tmp_path / "gone.gguf")
+        model = replace(model, source=gone, on_demand=None)
+    else:
+        (tmp_path / "on-demand").touch()  # no folder
+    replica = kind()
+    with pytest.raises((ConfigError, OSError)):
+        await replica.start(model, ReplicaPlace("app", "m", "m-1", "node", tmp_path))
+    await replica.leave()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +185,53 @@ def test_a_file_whose_keys_cannot_be_replaced_stays(tmp_path: Path) -> None:
 def test_a_key_that_no_header_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         KeyAccounts(write(tmp_path / "keys", {"name": "ana", "key": "two words of sixteen"}))
+
+
+def test_a_file_that_nobody_can_read_as_keys_stops_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for content in (b"\xff\xfe\x00", b"keys: 2024-13-45"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="it is not YAML"):
+            KeyAccounts(path)
+
+
+async def test_a_revoked_key_is_refused_though_the_file_could_not_be_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a free descriptor, for one. The same of the keys that operators make."""
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA}, {"name": "ben", "key": BEN})
+    accounts = KeyAccounts(path, Ledger(tmp_path / "usage"))
+    assert accounts.created is not None
+    key, secret = with_secret(ApiKey(name="cleo", sha256="0" * 64))
+    accounts.created.add(key)
+    await accounts.follow()
+    write(path, {"name": "ben", "key": BEN})
+    accounts.created.revoke("cleo")
+
+    def no_descriptor(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as without, caplog.at_level(logging.ERROR, "corral.ingress"):
+        without.setattr(io, "open", no_descriptor)  # as Path.read_text and read_bytes do
+        for _ in range(3):
+            await accounts.follow()
+            assert accounts.find(ANA).key.name == "ana"
+            assert accounts.find(secret).key.name == "cleo"
+    assert [one.levelname for one in caplog.records].count("ERROR") == 2, "each once"
+    await accounts.follow()
+    assert accounts.find(BEN).key.name == "ben"
+    for revoked in (ANA, secret):
+        with pytest.raises(AuthenticationError):
+            accounts.find(revoked)
+
+
+async def test_a_file_of_the_same_time_and_size_is_another_one(tmp_path: Path) -> None:
+    """As `rsync --times` writes it."""
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts, before = KeyAccounts(path), path.stat()
+    write(path, {"name": "ben", "key": BEN})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    await accounts.follow()
+    with pytest.raises(AuthenticationError):
+        accounts.find(ANA)

@@ -222,17 +222,22 @@ async def test_a_keys_requests_at_once(
     assert third.status_code == 200
 
 
+@pytest.mark.parametrize("expects", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_is_too_large(connect: Open, chunked: bool) -> None:
+async def test_a_body_that_is_too_large(connect: Open, chunked: bool, expects: bool) -> None:
+    """Apache makes a 500 of an answer in the place of 100, unless the connection ends with it."""
     body = json.dumps({"prompt": "x" * MAX_BODY_BYTES}).encode()
 
     async def pieces() -> AsyncIterator[bytes]:
         for i in range(0, len(body), 2**20):
             yield body[i : i + 2**20]
 
-    answer = await connect(IngressConfig()).post(CHAT, content=pieces() if chunked else body)
+    headers = {"Expect": "100-continue"} if expects else {}
+    content = pieces() if chunked else body
+    answer = await connect(IngressConfig()).post(CHAT, content=content, headers=headers)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
+    assert answer.headers.get("connection") == ("close" if expects else None)
 
 
 async def test_a_body_that_does_not_come(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:

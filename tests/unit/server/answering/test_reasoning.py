@@ -163,3 +163,38 @@ async def test_reasoning_of_earlier_turns(
     ]
     await client.post("/v1/chat/completions", json={"messages": messages})
     assert bytes(engine.requests[0].prompt) == b"user:Hi|assistant:(Hm.)Hello.|user:Bye"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"reasoning_effort": "none"},
+    ],
+)
+@pytest.mark.parametrize("tools", [[], [WEATHER]])
+async def test_reasoning_that_is_off_does_not_begin_before_what_a_schema_holds(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], tools: list[Any]
+) -> None:
+    """Not even where the template leaves it open, as Granite 3.3's does."""
+    engine.script = script("{}")
+    await answer(client, response_format={"type": "json_object"}, tools=tools, **fields)
+    assert bytes(engine.requests[0].prompt).endswith(b"|no reasoning")
+    grammar = engine.requests[0].sampling.grammar or ""
+    assert takes(grammar, "{}")
+    assert not takes(grammar, "<think>Hm.</think>{}")
+
+
+async def test_ollamas_format_comes_behind_the_reasoning(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.script = script("<think>Hm.</think>\n\n{}")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "format": "json", "stream": False}
+    for think, takes_reasoning in ((True, True), (None, True), (False, False)):
+        said = (await client.post("/api/chat", json=body | {"think": think})).json()
+        grammar = engine.requests[-1].sampling.grammar or ""
+        assert takes(grammar, "{}")
+        assert takes(grammar, "<think>Hm.</think>{}") is takes_reasoning
+        if takes_reasoning:
+            assert (said["message"]["thinking"], said["message"]["content"]) == ("Hm.", "{}")

@@ -161,6 +161,19 @@ async def test_models_without_tools_answer_in_json(
         assert "response" in (engine.requests[-1].sampling.grammar or "")
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+async def test_a_forced_call_is_one_unless_more_are_asked_for(
+    client: httpx.AsyncClient, engine: ScriptedEngine, choice: Any
+) -> None:
+    engine.script = script(CALL)
+    for parallel in (None, False, True):
+        await answer(client, tool_choice=choice, parallel_tool_calls=parallel)
+    one, other, several = (request.sampling.grammar for request in engine.requests)
+    assert one == other != several
+
+
 async def test_models_without_tools_call_one_function_unless_more_are_asked_for(
     client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
 ) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.base.errors import DecodeError
+from serve_app.base.errors import (
+    CorralError,
+    DeadlineError,
+    DecodeError,
+    EngineClosedError,
+    ModelLoadingError,
+    QueueFullError,
+    RateLimitError,
+)
 from serve_app.config.schema import IngressConfig
 from tests.doubles.api import build_api
 from tests.unit.server.harness import HELLO, ByteTokenizer, ScriptedEngine
@@ -180,3 +188,37 @@ async def test_hosts_and_queries_that_are_none(client: httpx.AsyncClient) -> Non
             check(answer, "/nowhere", 404)
             answer = await client.get("/nowhere?\xff", headers={b"Host": host})
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize("kind", [RateLimitError, DeadlineError, QueueFullError, ModelLoadingError])
+@pytest.mark.parametrize(
+    ("wait_s", "may_retry"), [(1, True), (60, True), (61, False), (86400, False)]
+)
+async def test_nobody_is_asked_to_sleep_for_long(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    kind: type[RateLimitError],
+    wait_s: int,
+    may_retry: bool,
+) -> None:
+    """Packages obey waits of hours and days without a word, unless a header says not to."""
+    engine.script = [kind("Later.", wait_s)]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/api/generate", {"prompt": "x"}),
+        ("/completion", {"prompt": "x", "stream": True}),
+    ):
+        answer = await client.post(path, json=body)
+        assert answer.status_code in (429, 503)
+        assert answer.headers["retry-after"] == str(wait_s)
+        assert answer.headers.get("x-should-retry") == (None if may_retry else "false")
+
+
+@pytest.mark.parametrize("error", [EngineClosedError("Closed."), CorralError("Failed.")])
+async def test_clients_may_retry_what_says_no_wait(
+    client: httpx.AsyncClient, engine: ScriptedEngine, error: CorralError
+) -> None:
+    engine.script = [error]
+    assert "x-should-retry" not in (await client.post("/completion", json={"prompt": "x"})).headers

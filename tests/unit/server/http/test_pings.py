@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from starlette.types import Message
 from serve_app.base.errors import DecodeError, EngineFailedError
 from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
 from serve_app.config.schema import IngressConfig
+from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.answering.failover import unbroken
-from serve_app.server.http.sse import PingingSend
+from serve_app.server.http.sse import StreamSend
 from serve_app.server.model_registry import ServedModel
 from tests.doubles.api import build_api
 from tests.unit.server.harness import HELLO, N_CTX_SLOT, ByteTokenizer, ScriptedEngine, chat
@@ -78,7 +80,7 @@ def event(body: bytes) -> Message:
 
 async def test_a_ping_for_every_silent_interval(clock: Clock) -> None:
     client = Client()
-    send = PingingSend(client.send, PING, 10)
+    send = StreamSend(client.send, EventAnswer(), 10)
     await clock.wait(100)
     assert client.bodies == []  # nothing has begun
     await send(START)
@@ -92,7 +94,7 @@ async def test_a_ping_for_every_silent_interval(clock: Clock) -> None:
 
 async def test_no_ping_while_events_come(clock: Clock) -> None:
     client = Client()
-    send = PingingSend(client.send, PING, 10)
+    send = StreamSend(client.send, EventAnswer(), 10)
     await send(START)
     for i in range(8):
         await clock.wait(9)
@@ -119,7 +121,7 @@ async def test_events_need_no_timers_of_their_own(
 
         return call
 
-    send = PingingSend(Client().send, PING, 10)
+    send = StreamSend(Client().send, EventAnswer(), 10)
     for name in ("call_later", "call_at", "create_task", "call_soon"):
         monkeypatch.setattr(clock.loop, name, counted(name))
     await send(START)
@@ -131,7 +133,7 @@ async def test_events_need_no_timers_of_their_own(
 
 async def test_no_ping_for_who_reads_slowly_and_none_within_a_message(clock: Clock) -> None:
     client = Client()
-    send = PingingSend(client.send, PING, 10)
+    send = StreamSend(client.send, EventAnswer(), 10)
     await send(START)
     client.ready.clear()
     sending = asyncio.create_task(send(event(b"much")))
@@ -146,7 +148,7 @@ async def test_no_ping_for_who_reads_slowly_and_none_within_a_message(clock: Clo
 
 async def test_an_event_waits_for_a_ping_that_is_on_its_way(clock: Clock) -> None:
     client = Client()
-    send = PingingSend(client.send, PING, 10)
+    send = StreamSend(client.send, EventAnswer(), 10)
     await send(START)
     client.ready.clear()
     await clock.wait(10)
@@ -159,7 +161,7 @@ async def test_an_event_waits_for_a_ping_that_is_on_its_way(clock: Clock) -> Non
 
 async def test_a_client_that_has_left_ends_no_more_than_its_stream(clock: Clock) -> None:
     client = Client()
-    send = PingingSend(client.send, PING, 10)
+    send = StreamSend(client.send, EventAnswer(), 10)
     await send(START)
     client.left = True
     await clock.wait(10)
@@ -170,14 +172,24 @@ async def test_a_client_that_has_left_ends_no_more_than_its_stream(clock: Clock)
 
 # -- through the API ------------------------------------------------------------------------------
 
-STREAMS: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/chat/completions", chat(), ": ping\n\n"),
-    ("/v1/completions", {"prompt": "x"}, ": ping\n\n"),
-    ("/v1/responses", {"input": "Hi"}, ": ping\n\n"),
-    ("/v1/messages", chat(max_tokens=9), 'event: ping\ndata: {"type":"ping"}\n\n'),
-    ("/completion", {"prompt": "x"}, ": ping\n\n"),
-    ("/infill", {"input_prefix": "x", "input_suffix": "y"}, ": ping\n\n"),
+NOTHING: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+STREAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", chat(), {"choices": [NOTHING | {"delta": {}}]}),
+    ("/v1/completions", {"prompt": "x"}, {"choices": [NOTHING | {"text": ""}]}),
+    ("/v1/responses", {"input": "Hi"}, {"type": "response.in_progress"}),
+    ("/v1/messages", chat(max_tokens=9), {"type": "ping"}),
+    ("/completion", {"prompt": "x"}, {"index": 0, "content": "", "tokens": [], "stop": False}),
+    ("/infill", {"input_prefix": "x", "input_suffix": "y"}, {"content": "", "stop": False}),
+    ("/api/chat", chat(), {"message": {"role": "assistant", "content": ""}, "done": False}),
+    ("/api/generate", {"prompt": "x"}, {"response": "", "done": False}),
 ]
+"""What is streamed, and what goes where nothing comes: data that clients count, and that change nothing."""
+
+
+def read_events(text: str) -> list[dict[str, Any]]:
+    """The data of server-sent events, or of lines."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 class Stream:
@@ -236,10 +248,15 @@ class Stream:
         return self.text
 
 
-@pytest.mark.parametrize(("path", "body", "ping"), STREAMS)
+@pytest.mark.parametrize(("path", "body", "waits"), STREAMS)
 @pytest.mark.parametrize(("asked", "interval_s"), [({}, DEFAULT_S), ({"sse_ping_interval": 2}, 2)])
 async def test_every_stream_has_its_headers_when_it_is_accepted_and_pings(
-    clock: Clock, path: str, body: dict[str, Any], ping: str, asked: dict[str, Any], interval_s: int
+    clock: Clock,
+    path: str,
+    body: dict[str, Any],
+    waits: dict[str, Any],
+    asked: dict[str, Any],
+    interval_s: int,
 ) -> None:
     engine, token, end = ScriptedEngine(), asyncio.Event(), asyncio.Event()
     engine.script = [token, HELLO[0], end, *HELLO[1:]]
@@ -247,19 +264,27 @@ async def test_every_stream_has_its_headers_when_it_is_accepted_and_pings(
     await clock.settle()
     assert stream.status == 200
     opening = stream.text
+
+    def check_waits(text: str, n: int) -> None:
+        events = read_events(text)
+        assert len(events) == n
+        assert all(waits.items() <= event.items() for event in events)
+
     for n_pings in (1, 2):
         await clock.wait(interval_s)
-        assert stream.text == opening + n_pings * ping
+        assert stream.text.startswith(opening)
+        check_waits(stream.text.removeprefix(opening), n_pings)
     token.set()
     await clock.settle()
     begun = stream.text
     assert "Hel" in begun
     await clock.wait(interval_s)
-    assert stream.text == begun + ping
+    check_waits(stream.text.removeprefix(begun), 1)
     end.set()
     whole = await stream.whole()
-    assert whole.startswith(begun + ping)
-    assert "lo" in whole.removeprefix(begun + ping)
+    assert "lo" in whole.removeprefix(begun)
+    numbers = [event.get("sequence_number") for event in read_events(whole)]
+    assert numbers == [*range(len(numbers))] or not any(numbers)
 
 
 @pytest.mark.parametrize("never", [0, -1])
@@ -274,13 +299,13 @@ async def test_pings_can_be_switched_off(clock: Clock, never: int) -> None:
 
 
 @pytest.mark.parametrize("value", [-2, 3601, 1.5, "soon"])
-@pytest.mark.parametrize(("path", "body", "ping"), STREAMS)
+@pytest.mark.parametrize(("path", "body", "waits"), STREAMS)
 async def test_intervals_are_bounded(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], ping: str, value: object
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], waits: dict[str, Any], value: object
 ) -> None:
     answer = await client.post(path, json=body | {"sse_ping_interval": value})
     assert answer.status_code == 400
-    assert "sse_ping_interval" in answer.json()["error"]["message"]
+    assert "sse_ping_interval" in answer.text
 
 
 async def test_a_failure_after_acceptance_is_an_event(clock: Clock) -> None:
@@ -291,8 +316,9 @@ async def test_a_failure_after_acceptance_is_an_event(clock: Clock) -> None:
     failing.set()
     whole = await stream.whole()
     assert stream.status == 200
-    assert whole.startswith(': ping\n\ndata: {"error":')
-    assert "decode_failed" in whole
+    waited, failed = read_events(whole)
+    assert waited["choices"] == [NOTHING | {"text": ""}]
+    assert failed["error"]["code"] == "decode_failed"
 
 
 async def test_nothing_is_left_of_a_client_that_leaves(clock: Clock) -> None:
@@ -301,10 +327,11 @@ async def test_nothing_is_left_of_a_client_that_leaves(clock: Clock) -> None:
     before = asyncio.all_tasks()
     stream = Stream(engine, "/v1/completions", {"prompt": "x"})
     await clock.wait(DEFAULT_S)
-    assert stream.text == ": ping\n\n"
+    text = stream.text
+    assert len(read_events(text)) == 1
     await stream.leave()
     await clock.wait(DEFAULT_S)
-    assert stream.text == ": ping\n\n"
+    assert stream.text == text
     assert asyncio.all_tasks() == before
 
 
@@ -336,7 +363,7 @@ async def test_pings_go_on_while_a_failover_waits(clock: Clock) -> None:
     assert "Hel" in begun
     await clock.wait(DEFAULT_S)
     await clock.wait(DEFAULT_S)
-    assert stream.text == begun + 2 * ": ping\n\n"
+    assert len(read_events(stream.text)) == len(read_events(begun)) + 2
     assert engine.n_attempts == 1
     await clock.wait(40 - 2 * DEFAULT_S)
     assert engine.n_attempts == 2

@@ -117,6 +117,49 @@ async def test_strict_servers_refuse_it(
     assert engine.requests == []
 
 
+OF_ROUTERS = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+    "stream": False,
+}
+OF_CHATS = {
+    **OF_ROUTERS,
+    "logprobs": False,
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "include_reasoning": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | OF_CHATS),
+        ("/v1/completions", TEXT | OF_ROUTERS | {"echo": False}),
+        ("/v1/chat/completions/render", CHAT | OF_CHATS),
+        (
+            "/v1/responses",
+            {"input": "Hi", "store": False, "stream": None, "temperature": 1.0, "top_p": 1.0}
+            | {"priority": 0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+        ),
+    ],
+)
+async def test_strict_servers_take_what_routers_add(
+    engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    """As seen of vllm-router 0.1.17 and sglang-router 0.3.2, where the client sends none of it."""
+    async with connected(engine, strict=True) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+        told = {"skip_special_tokens": False, "top_k": 3, "min_p": 0.5}
+        other = {name: value for name, value in told.items() if name in body}
+        refused = await client.post(path, json=body | other)
+    assert refused.status_code == 400
+    assert "Unknown parameter" in refused.json()["error"]["message"]
+
+
 async def test_only_so_many_are_named(engine: ScriptedEngine) -> None:
     body = TEXT | {f"{i:04}" + "x" * 1000: 1 for i in range(1000)}
     async with connected(engine, strict=False) as client:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.http import sse
 
 
@@ -27,4 +28,7 @@ async def test_a_stream_says_that_it_is_utf_8() -> None:
     async def events() -> AsyncIterator[bytes]:
         yield sse.data({"text": "é"})
 
-    assert sse.EventStream(events()).headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (
+        sse.EventStream(events(), EventAnswer()).headers["content-type"]
+        == "text/event-stream; charset=utf-8"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import subprocess
 import sys
@@ -139,6 +140,49 @@ async def test_a_disk_that_fails_loses_nothing(
     assert await sums(ledger, "requests") == {NOON: 3}
     assert file.stat().st_mode & 0o777 == 0o600
     assert caplog.text.count("cannot be used now") == 1
+    await ledger.close()
+
+
+@pytest.mark.parametrize("moved", ["all", "the database"])
+async def test_a_file_that_is_moved_away_while_serving_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, moved: str
+) -> None:
+    """Two ingresses share it. One that closes must not remove what the other one has begun."""
+    one, other = Ledger(tmp_path / "usage", Clock()), Ledger(tmp_path / "usage", Clock())
+    for ledger in (one, other):
+        count(ledger, requests=1)
+        assert await sums(ledger, "requests")
+    away = tmp_path / "away"
+    away.mkdir()
+    for file in (tmp_path / "usage").glob("ledger.sqlite*" if moved == "all" else "ledger.sqlite"):
+        file.rename(away / file.name)
+    count(one, requests=3)
+    assert await sums(one, "requests") == {NOON: 3}
+    count(other, requests=4)
+    await other.close()
+    assert await sums(one, "requests") == {NOON: 7}
+    count(one, requests=2)
+    await one.close()
+    del one, other
+    gc.collect()
+    again = Ledger(tmp_path / "usage", Clock())
+    assert await sums(again, "requests") == {NOON: 9}
+    await again.close()
+    assert caplog.text.count("was moved away: a new one begins") == 2
+    assert (tmp_path / "usage" / "ledger.sqlite").stat().st_mode & 0o777 == 0o600
+    if moved == "all":
+        before = Ledger(away, Clock())
+        assert await sums(before, "requests") == {NOON: 2}
+        await before.close()
+
+
+async def test_a_file_that_others_could_read_is_private_from_then_on(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").touch(0o644)
+    ledger = Ledger(tmp_path)
+    count(ledger, requests=1)
+    assert await sums(ledger, "requests")
+    files = await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     await ledger.close()
 
 

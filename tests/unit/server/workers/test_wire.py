@@ -42,7 +42,6 @@ FILES = (
         ModelDefaults({"temperature": 0.5, "dry_sequence_breakers": ("a", "b")}, max_tokens=3),
         ("c", "*"),
         ("chat",),
-        n_ctx_text=1024,
         adapters={3: AdapterUse("poet", 0.5, "f00")},
         senses=Senses(sees=True, hears=True),
         is_on_demand=True,

@@ -1,0 +1,146 @@
+"""The shipped files of Prometheus, beside a server with API keys: alerts fire for a fault, and clear."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtests.common import processes, servers
+from tests.e2e.conftest import (
+    ROOT,
+    Corral,
+    model,
+    settings,
+    short_folder,
+    stopped_at_the_end,
+    wait_until,
+)
+from tests.e2e.server.test_auth import write_keys
+
+KEY = "sk-prometheus-0123456789"
+SHIPPED = ROOT / "cluster/monitoring"
+TIMEOUT_S = 60
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no Prometheus here: Debian's package prometheus"
+)
+
+
+class Prometheus:
+    """Debian's, with the shipped files. A minute of theirs is a second here, and it looks each second."""
+
+    def __init__(self, folder: Path, discovery: Path) -> None:
+        alerts = re.sub(r"(?<=[\[ ])(\d+)m\b", r"\1s", (SHIPPED / "alerts.yml").read_text())
+        assert "[15s]" in alerts
+        assert "offset 15s" in alerts
+        assert "for: 5s" in alerts
+        config = (SHIPPED / "prometheus.yml").read_text()
+        config = config.replace(
+            "scrape_interval: 15s", "scrape_interval: 1s\n  evaluation_interval: 1s"
+        )
+        config = config.replace("/var/cache/corral/prometheus", str(discovery))
+        config = config.replace("/tmp/ray", str(folder))  # somebody's cluster
+        (folder / "prometheus.yml").write_text(config)
+        (folder / "alerts.yml").write_text(alerts)
+        (folder / "corral.key").write_text(f"{KEY}\n")
+        self.url = f"http://127.0.0.1:{servers.free_port()}"
+        self._log = (folder / "log").open("w")
+        command = (
+            "prometheus",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={self.url.removeprefix('http://')}",
+        )
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(TIMEOUT_S)
+        self._log.close()
+
+    def _ask(self, path: str, **params: str) -> dict[str, list[dict[str, Any]]]:
+        with suppress(httpx.TransportError):  # while it starts
+            answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
+            if answer.is_success:
+                data: dict[str, list[dict[str, Any]]] = answer.json()["data"]
+                return data
+        return {"alerts": [], "result": []}
+
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire now."""
+        found = self._ask("alerts")["alerts"]
+        return {str(one["labels"]["alertname"]) for one in found if str(one["state"]) == "firing"}
+
+    def samples(self, query: str) -> list[dict[str, Any]]:
+        return self._ask("query", query=query)["result"]
+
+
+@pytest.fixture
+def corral(gguf: Path) -> Iterator[Corral]:
+    with short_folder() as directory, settings({"XDG_CACHE_HOME": str(directory)}):
+        keys = write_keys(directory, {"name": "prometheus", "key": KEY})
+        models = [model(gguf, "m", n_slots=2, n_ctx_slot=512)]
+        server = Corral(directory, models, local=True, api_key_file=str(keys))
+        server.http.headers["Authorization"] = f"Bearer {KEY}"
+        with stopped_at_the_end(server):
+            yield server
+
+
+@pytest.fixture
+def prometheus(corral: Corral, tmp_path: Path) -> Iterator[Prometheus]:
+    started = Prometheus(tmp_path, corral.directory / "corral/prometheus")
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def test_every_panel_has_a_value(corral: Corral, prometheus: Prometheus) -> None:
+    """But for those of the row that only Ray fills."""
+    dashboard = json.loads((SHIPPED / "grafana.json").read_text())
+    expressions = [
+        target["expr"].replace("$__rate_interval", "60s").replace("$model", ".*")
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+    def is_empty(expression: str) -> bool:
+        found = prometheus.samples(expression)
+        return not found or any(one["value"][1] == "NaN" for one in found)
+
+    def empty() -> list[str]:
+        body = {"model": "m", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        assert corral.http.post("/v1/completions", json=body).status_code == 200
+        return [one for one in expressions if is_empty(one)]
+
+    wait_until(lambda: not empty(), TIMEOUT_S, lambda: f"{empty()}", 1.0)
+
+
+def test_alerts_fire_for_the_fault_and_clear(corral: Corral, prometheus: Prometheus) -> None:
+    zero = "ray_corral_lost_replicas_total{model='m'} == 0"
+
+    def told() -> str:
+        return f"{prometheus.firing()} {prometheus.samples('up')} {prometheus.samples(zero)}"
+
+    wait_until(lambda: bool(prometheus.samples(zero)), TIMEOUT_S, told)
+    reasons = prometheus.samples("ray_corral_requests_total")
+    assert {one["metric"]["reason"] for one in reasons} == {"stop", "length", "abort", "error"}
+    for _ in range(2):
+        wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
+        (engine,) = processes.tagged(corral.directory, "serve_app.run.local.engine")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: "CorralReplicaLost" in prometheus.firing(), TIMEOUT_S, told)
+    wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
+    corral.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: prometheus.firing() == {"CorralDown"}, TIMEOUT_S, told)
