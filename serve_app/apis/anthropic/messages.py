@@ -161,13 +161,13 @@ def _canonical_parts(blocks: Iterable[object], later: LaterTools) -> tuple[str |
         if is_reference:
             parts.append(_refer(later, run))
             continue
-        for one in run:
-            if isinstance(one, PictureBlock):
-                parts.append(Attachment(one.source.as_url))
-            elif isinstance(one, SearchResultBlock | ToolChangeBlock):
-                parts.append(one.tell(later))
-            elif isinstance(one, TextBlock | Foreign):
-                parts.append(one.text)
+        for block in run:
+            if isinstance(block, PictureBlock):
+                parts.append(Attachment(block.source.as_url))
+            elif isinstance(block, SearchResultBlock | ToolChangeBlock):
+                parts.append(block.tell(later))
+            elif isinstance(block, TextBlock | Foreign):
+                parts.append(block.text)
     return tuple(part for part in parts if part)
 
 
@@ -383,7 +383,7 @@ class ChangedTool(RequestModel):
     def _of_no_server(cls, tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind.startswith("mcp_"):
-            raise _unresolved(f"{kind}: no MCP server is defined.")
+            raise _reference_error(f"{kind}: no MCP server is defined.")
         if isinstance(tool, dict) and isinstance(tool.get("definition"), dict):
             defined = {**tool["definition"]}
             defined.pop("defer_loading", None)
@@ -406,13 +406,13 @@ class ToolChangeBlock(Block):
         elif (found := later.find(self.tool.name)) is not None:
             tools = [found]
         else:
-            raise _unresolved(f"The tool {self.tool.name!r} is not defined here.")
+            raise _reference_error(f"The tool {self.tool.name!r} is not defined here.")
         if self.type == "tool_removal":
             return later.remove([tool.function.name for tool in tools])
         return later.add(tools) if tools else ""
 
 
-def _unresolved(message: str) -> FieldRefusedError:
+def _reference_error(message: str) -> FieldRefusedError:
     return FieldRefusedError(message, "messages", {"error_code": "tool_reference_unresolved"})
 
 

@@ -128,19 +128,19 @@ def _flat(tools: object) -> object:
         name_ignored("tools.tool_search" for _ in of_servers)
         tools = [tool for tool in tools if tool not in of_servers]
         if len(of_servers) == len(searches):
-            tools = [_undeferred(tool) for tool in tools]
+            tools = [_without_deferral(tool) for tool in tools]
     known = known_tools(_KINDS, tools)
     if not isinstance(known, list):
         return known
     return [_with_fields_beside_type(tool) for tool in known]
 
 
-def _undeferred(tool: object) -> object:
+def _without_deferral(tool: object) -> object:
     """The tool as one that the model knows at once: nobody would find it."""
     if not isinstance(tool, dict):
         return tool
     inner = tool.get("tools")
-    more = {"tools": [_undeferred(one) for one in inner]} if isinstance(inner, list) else {}
+    more = {"tools": [_without_deferral(one) for one in inner]} if isinstance(inner, list) else {}
     return {name: value for name, value in tool.items() if name != "defer_loading"} | more
 
 

@@ -592,9 +592,9 @@ class ChatRequest(GenerationParams):
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
-        return self._allowed(self.known_tools)
+        return self._allow(self.known_tools)
 
-    def _allowed(self, tools: list[Tool]) -> list[Tool]:
+    def _allow(self, tools: list[Tool]) -> list[Tool]:
         if self.tool_choice == "none":
             return []
         if isinstance(self.tool_choice, AllowedToolChoice):
@@ -620,7 +620,7 @@ class ChatRequest(GenerationParams):
     def tools_for_template(self) -> list[dict[str, Any]]:
         """The tools at the prompt's front. Without any, the first that a turn makes known is there, too:
         templates say there how calls are written."""
-        front = self._allowed(self.tools) or self.offered_tools[:1]
+        front = self._allow(self.tools) or self.offered_tools[:1]
         return [tool.for_template() for tool in front]
 
 

@@ -89,17 +89,16 @@ class LaterTools:
         self._names = FunctionNames(self._declared)
         self.left_out = left_out
         self.known: dict[str, Tool] = {}
-        """Those that are known and not taken back, by their names."""
+        """The known tools that are not taken back, by their names."""
         self.removed: set[str] = set()
-        """The names of those that are taken back."""
+        """The names of the tools that are taken back."""
 
     def find(self, name: str) -> Tool | None:
         """The tool that was declared, or defined by an earlier turn."""
         return self._declared.get(name)
 
     def add(self, tools: Iterable[Tool]) -> str:
-        """The text by which the model knows the tools from here on, in the form that Claude Code's own tool
-        for searching tells it to expect."""
+        """The text that tells the model of the tools. Claude Code's tool for searching promises this form."""
         lines = []
         for tool in tools:
             name = tool.function.name
