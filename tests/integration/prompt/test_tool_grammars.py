@@ -179,7 +179,7 @@ def test_calls_after_any_text(form: ToolFormat, as_tokens: bool) -> None:
         assert takes(several, both) == (True, True)
 
 
-@every_format
+@pytest.mark.parametrize("form", FORMAT.values(), ids=FORMAT.keys())
 def test_calls_or_an_answer_that_a_schema_validates(form: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
     grammar = grammars.from_tool_calls(
