@@ -221,7 +221,6 @@ MEANT: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ),
     ),
     ("It has neither tools nor a system message.", ("tools",), ("google-gemma-2-2b-it",)),
-    ("Its calls are messages to tools, which no format reads.", WITH_TOOLS, ("muse-glimmer",)),
     (
         "Its `safe` makes HTML of what is around it: `&#34;`.",
         WITH_TOOLS,
@@ -244,6 +243,7 @@ MEANT: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             "meta-llama-Llama-3.1-8B-Instruct",
             "meta-llama-Llama-3.2-3B-Instruct",
             "meta-llama-Llama-3.3-70B-Instruct",
+            "muse-glimmer",
             "openai-gpt-oss-120b",
             "upstage-Solar-Open-100B",
         ),

@@ -148,10 +148,15 @@ def test_todays_date() -> None:
 
 
 def test_who_can_think_does_unless_told_otherwise() -> None:
-    source = "{{ enable_thinking is defined and enable_thinking }}"
+    source = "{# <think> #}{{ enable_thinking is defined and enable_thinking }}"
     assert render(source) == "True"
     template = ChatTemplate(source, bos="", eos="")
     assert template.render(MESSAGES, extra={"enable_thinking": False}) == "False"
+
+
+def test_nobody_is_told_to_think_in_a_way_that_is_not_read() -> None:
+    """As Apertus' template has it, whose deliberation has no tags that are known."""
+    assert render("{{ enable_thinking is defined }}") == "False"
 
 
 def test_filters_results_as_json() -> None:

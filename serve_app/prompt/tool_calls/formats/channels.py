@@ -25,6 +25,7 @@ from serve_app.prompt.tool_calls.formats.markup import (
     MarkupParser,
     Tagged,
     of_markup,
+    tagged_bodies,
 )
 from serve_app.prompt.tool_calls.parser import CallParser, Previous, TaggedCall
 from serve_app.prompt.tool_calls.reader import BLANKS, Reading, TextReader, decode, overlap
@@ -377,6 +378,66 @@ def _all_of(tags: _Tags, markup: Markup) -> tuple[str, ...]:
     return (*tags.thought, *tags.response, tags.behind, *_ENDS_OF_TURNS, *markup.delimiters)
 
 
+# -- Muse Glimmer: messages to `self`, to the user and to functions ---------------------------------------
+
+_TO_SELF, _TO_USER, _NEXT = " to=self<|message|>", " to=user<|message|>", "<|start|>assistant"
+_MUSE = _Tags("", (_TO_SELF, "<|eom|>"), (_TO_USER, ""), behind=_NEXT)
+_INVOKED = Tagged(('<atem:parameter name="', '">'), "</atem:parameter>\n")
+_MUSE_CALLS = Markup(
+    ('<atem:invoke name="', "</atem:invoke>"),
+    '">\n',
+    _INVOKED,
+    section=("<atem:function_calls>\n", "\n</atem:function_calls>"),
+    start=" to=",
+)
+
+
+class MuseParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # both read
+    """Headers are no content, but the headers of calls that are none."""
+
+    thought = _MUSE.thought
+    dropped = (_NEXT, "<|eot|>")
+
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        super().__init__(functions, markup=_MUSE_CALLS)
+
+    def _drops_lines(self) -> bool:
+        return True
+
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
+        if self._opened != self.opening:
+            return None
+        name = yield from text.run(_NAME)
+        yield from text.one_of("<|message|>")
+        self._n_opening += len(name) + len("<|message|>")
+        if name == "self":
+            yield from self._reasoning(text)
+        if name in ("self", "user"):
+            return None
+        return (yield from self._section(text, self._markup.begin)) if self._schemas else ()
+
+
+def _muse_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+    def lark_of(literal: str) -> str:
+        return " ".join(lark.pieces(literal, delimiter))
+
+    closing = lark.pieces(_INVOKED.closing, delimiter)
+    bodies, free = tagged_bodies(functions, lark_of, _MUSE_CALLS.name, _INVOKED, closing)
+    end = lark_of(_MUSE_CALLS.call[1] + _MUSE_CALLS.section[1])
+    begin = f"<|message|>{_MUSE_CALLS.begin}"
+    calls = [
+        f"{lark_of(_MUSE_CALLS.start + function['name'] + begin)} {body} {end}"
+        for function, body in zip(functions, bodies, strict=True)
+    ]
+    more = f"({lark_of('<|eom|>' + _NEXT)} call)*" if parallel else ""
+    return f"calls: call {more}\n{lark.one_of('call', calls)}\n{free}"
+
+
+def _muse_free_start(delimiter: lark.Delimiter) -> str:
+    to_user = " ".join(lark.pieces(_TO_USER, delimiter))
+    return f"start: thought* ({to_user} TEXT | calls)\n{_thought_rules(_MUSE, delimiter)}"
+
+
 # -- Functionary 3.2 -----------------------------------------------------------------------------------
 
 RECIPIENT = ">>>"
@@ -585,6 +646,17 @@ FORMATS = (
         has_channels=True,
         message=_harmony_message,
         split=_without_tags,
+    ),
+    ToolFormat(
+        name="muse",
+        template_patterns=("<atem:invoke name=", r" ?to=self"),
+        delimiters=("<|eom|>", "<|eot|>", "<|start|>", "<|message|>"),
+        make_parser=MuseParser,
+        rules=_muse_rules,
+        free_start=_muse_free_start,
+        forced_start=partial(_forced_start, tags=_MUSE),
+        unwritable=r'["<>\n]',
+        has_channels=True,
     ),
     ToolFormat(
         name="recipients",

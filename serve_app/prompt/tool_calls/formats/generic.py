@@ -106,13 +106,14 @@ def _json(value: object) -> str:
 def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
     bodies = [f'{lark.json_call(function, "arguments")} "}}"' for function in functions]
     more = '(", " call)*' if parallel else ""
-    start = lark.text(f'{{"{CALLS}": [')
-    return f'calls: {start} call {more} "]}}"\n{lark.one_of("call", bodies)}'
+    # The bracket is a lexeme of its own, as in JSON that may stand in the place of calls.
+    start = lark.text(f'"{CALLS}": [')
+    return f'calls: "{{" {start} call {more} "]}}"\n{lark.one_of("call", bodies)}'
 
 
 def _free_start(_: lark.Delimiter) -> str:
-    start = lark.text(f'{{"{RESPONSE}": ')
-    return f'start: calls | said\nsaid: {start} {lark.value({"type": "string"})} "}}"'
+    start = lark.text(f'"{RESPONSE}": ')
+    return f'start: calls | said\nsaid: "{{" {start} {lark.value({"type": "string"})} "}}"'
 
 
 GENERIC = ToolFormat(

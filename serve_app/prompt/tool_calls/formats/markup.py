@@ -123,9 +123,13 @@ class MarkupParser(CallParser):
             self.name_key = markup.body.keys[0]
 
     def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+        return self._section(text, self._markup.begin[len(self.opening) :])
+
+    def _section(self, text: TextReader, rest: str) -> Reading[Sequence[ToolCall]]:
+        """The calls behind this rest of what is before the first."""
         (begin, _), (section, end) = self._markup.call, self._markup.section
         calls: list[ToolCall] = []
-        yield from _pass(text, _marks(self._markup.begin[len(self.opening) :]))
+        yield from _pass(text, _marks(rest))
         while True:
             called = yield from self._one(text)
             if not called:
@@ -254,7 +258,7 @@ def _rules(
     more = f"({lark_of(markup.between + begin)} call)*" if parallel else ""
     if isinstance(markup.body, Tagged):
         closing = _lark_pieces(markup.body.closing.partition(KEY)[0], delimiter)
-        bodies, free = _tagged_bodies(functions, lark_of, markup.name, markup.body, closing)
+        bodies, free = tagged_bodies(functions, lark_of, markup.name, markup.body, closing)
     else:
         body = markup.body or JsonObject(head="", tail="")
         bodies = [
@@ -269,7 +273,7 @@ PLACE: /[\\w-]{{1,32}}/
 {free}"""
 
 
-def _tagged_bodies(
+def tagged_bodies(
     functions: Sequence[Function],
     lark_of: Callable[[str], str],
     name: str,

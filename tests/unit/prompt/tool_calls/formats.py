@@ -138,6 +138,11 @@ EXAMPLES = {
         '[TOOL_CALLS]now[ARGS]{}',
         '[TOOL_CALLS]get_weather[ARGS]{"city": "Tromsø", "days": 2}[TOOL_CALLS]now[ARGS]{}',
     ),
+    "muse": Example(
+        ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Tromsø</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        ' to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
+        ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Tromsø</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:function_calls>',
+    ),
     "nemotron": Example(
         '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Tromsø", "days": 2}}]</TOOLCALL>',
         '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>',
@@ -189,4 +194,5 @@ def template_at(path: Path) -> ChatTemplate:
 
 def among_content(form: ToolFormat, call: str) -> str:
     """The call as it is written behind content: where it needs no opening, a delimiter makes it one."""
-    return call if form.opening else form.delimiters[0] + call
+    begins = form.opening or form.name == "muse"
+    return call if begins else form.delimiters[0] + call

@@ -150,6 +150,7 @@ def test_any_arguments_survive(
     [
         ("solar", False, "<|think|>Hm.<|end|><|begin|>assistant", "<|content|>{}"),
         ("kimi-k3", True, "Hm.<|close|>think<|sep|>", "<|open|>response<|sep|>{}<|close|>response<|sep|>"),
+        ("muse", False, " to=self<|message|>Hm.<|eom|><|start|>assistant", " to=user<|message|>{}<|eom|>"),
         ("command-r", False, "<|START_THINKING|>Hm.<|END_THINKING|>", "<|START_RESPONSE|>{}"),
     ],
 )  # fmt: skip
