@@ -14,15 +14,18 @@ TYPES = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
 client = cohere.ClientV2(api_key="none", base_url=URL)
 documents = ["In Portugal.", "", "A fox. " * 3000]
 ranked = client.rerank(model="ranker", query="Where is Lisbon?", documents=documents, top_n=2)
-assert ranked.id and ranked.meta.billed_units.search_units == 1
+assert ranked.id
+assert ranked.meta.billed_units.search_units == 1
 assert len(ranked.results) == 2
 scores = [result.relevance_score for result in ranked.results]
-assert scores == sorted(scores, reverse=True) and all(0 <= score <= 1 for score in scores)
+assert scores == sorted(scores, reverse=True)
+assert all(0 <= score <= 1 for score in scores)
 
 made = client.embed(
     model="demo", input_type="search_document", texts=["the fox", "a cat"], embedding_types=TYPES
 )
-assert made.id and made.meta.billed_units.input_tokens > 0
+assert made.id
+assert made.meta.billed_units.input_tokens > 0
 vectors = made.embeddings
 for numbers, packed, small in zip(vectors.float_, vectors.base64, vectors.int8, strict=True):
     assert abs(sum(number * number for number in numbers) - 1) < 1e-3
