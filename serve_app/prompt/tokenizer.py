@@ -10,7 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from serve_app.base.errors import ConfigError, InvalidRequestError, NotSupportedError
+from serve_app.base.errors import (
+    ConfigError,
+    InvalidRequestError,
+    NotSupportedError,
+    TextTooLongError,
+)
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.sampling import ReasoningBudget
 from serve_app.kernels.llama import chat_templates
@@ -35,6 +40,8 @@ _RELEVANT_OR_NOT = ("yes", "no")
 # Where a reranking model's template has the texts.
 _PAIR = "{query}", "{document}"
 _PLACES = re.compile(f"({'|'.join(map(re.escape, _PAIR))})")
+# Tokens that the borders of a template may join, at most.
+_JOINED = 8
 # Of more models than these, a start opens the files twice.
 _MOST_OPEN = 16
 
@@ -160,17 +167,23 @@ class Tokenizer:
         `Model.encode_pair`. Control tokens written out in the texts stay text.
 
         If the pair has more than `n_most` tokens, its texts are `cut`, the longer one first, and the
-        template stays whole. What has no room for any text comes as it is."""
-        pair = self._encode_pair(query, document)
-        if n_most is None or len(pair) <= n_most:
-            return pair
+        template stays whole. Raises TextTooLongError if that leaves no room for any text."""
+        if n_most is None:
+            return self._encode_pair(query, document)
         of_query, of_document = self._plain(query), self._plain(document)
-        room = n_most - len(self._encode_pair("", ""))
-        while len(pair) > n_most and room > 0:
+        n_template = len(self._encode_pair("", ""))
+        room = n_most - n_template
+        if len(of_query) + len(of_document) < room + _JOINED:
+            pair = self._encode_pair(query, document)
+            if len(pair) <= n_most:
+                return pair
+        while room > 0:
             n_query = min(len(of_query), max(room // 2, room - len(of_document)))
             pair = self._encode_pair(cut(of_query, n_query), cut(of_document, room - n_query))
-            room -= max(0, len(pair) - n_most)
-        return pair
+            if len(pair) <= n_most:
+                return pair
+            room -= len(pair) - n_most
+        raise TextTooLongError(n_template + 1, n_most, "documents")
 
     def _encode_pair(
         self, query: str | Sequence[int], document: str | Sequence[int]

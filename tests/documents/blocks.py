@@ -35,6 +35,7 @@ RUN = (
 LEFT_OUT: Mapping[str, str] = {
     "apt-get": "installs packages",
     "claude": "is a client; tests/clients/agents runs it",
+    "copilot": "is a client",
     "buildah": "needs root and half an hour",
     "corral batch": "starts a Ray of its own; tests/e2e/batch runs it",
     "corral capacity": "measures for minutes; tests/integration/loadtests measure",

@@ -29,7 +29,7 @@ LANGUAGES = {"sh", "python", "yaml", "json", "toml", ""}
 FOREIGN = {
     "cd", "curl", "docker", "export", "git", "kubectl", "make", "pip", "pre-commit", "pytest", "python3",
     "cp", "sh", "apt-get", "systemctl", "buildah", "useradd", "install", "chown", "chmod", "sed",
-    "helm", "ln", "nginx", "ollama", "open-webui", "printf", "tee", "ufw", "claude",
+    "helm", "ln", "nginx", "ollama", "open-webui", "printf", "tee", "ufw", "claude", "copilot",
 }  # fmt: skip
 """Programs that a reader has from elsewhere. Of ours among their words, `check` looks at files, targets and
 units; their options are not checked."""

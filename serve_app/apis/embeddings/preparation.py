@@ -31,7 +31,7 @@ from serve_app import __version__
 from serve_app.base.errors import InvalidRequestError, NotSupportedError, TextTooLongError
 from serve_app.prompt.tokenizer import keep_first
 from serve_app.server.answering.messages import ChatCompletionRequest, ChatMessage
-from serve_app.server.answering.preparation import chat_with_media, refuse_huge
+from serve_app.server.answering.preparation import CHAR_BYTES, chat_with_media, refuse_huge
 from serve_app.server.answering.prompts import MediaPrompt, Mixed, Prompt, plain, several
 from serve_app.server.answering.requests import Text
 from serve_app.server.answering.vectors import (
@@ -50,6 +50,7 @@ from serve_app.server.answering.vectors import (
 from serve_app.server.http.request_model import ModelledRequest, RequestModel
 from serve_app.server.http.sse import encode_json
 from serve_app.server.model_registry import ModelInfo, Models, find
+from serve_app.server.workers.worker import more_memory
 
 MAX_TEXTS = 2048
 """Texts in one request, as at OpenAI."""
@@ -432,7 +433,9 @@ def _first_tokens(model: ModelInfo, text: str, n_most: int | None) -> str:
     """The text, or its first so many tokens."""
     if n_most is None or len(text.encode()) <= n_most:
         return text
-    tokens = model.tokenizer.tokenize(text, False, False)
+    refuse_huge("documents", len(text))
+    with more_memory(CHAR_BYTES * len(text)):
+        tokens = model.tokenizer.tokenize(text, False, False)
     return text if len(tokens) <= n_most else model.tokenizer.decode(tokens[:n_most])
 
 
@@ -459,9 +462,12 @@ def _tokenize_pairs(
         )
     cut, encode = request.cut, model.tokenizer.encode_pair
     most, keep = (model.n_ctx_slot, keep_first) if cut is None else (cut.most(model), cut.keep)
+    encoded = []
     for pair in pairs:
-        refuse_huge("documents", sum(map(len, pair)))
-    encoded = [encode(*pair, None if cut is None else most, keep) for pair in pairs]
+        n_chars = sum(map(len, pair))
+        refuse_huge("documents", n_chars)
+        with more_memory(CHAR_BYTES * n_chars):
+            encoded.append(encode(*pair, None if cut is None else most, keep))
     if (longest := max(map(len, encoded))) > most:
         raise TextTooLongError(longest, most, "documents")
     return check_texts(model, encoded, "documents")

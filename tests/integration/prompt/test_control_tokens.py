@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.base.errors import TextTooLongError
 from serve_app.kernels.llama.model import Model
 from serve_app.prompt.conversation import Turn
 from serve_app.prompt.tokenizer import Tokenizer
@@ -127,4 +128,5 @@ def test_texts_are_cut_before_the_template_has_them(
     assert document.startswith(told)
     is_short = len(reranker.tokenize(query, False, False)) < n_most // 3
     assert (asked == query) is (is_short or n_most == 2000)
-    assert reranker.encode_pair(query, document, 5) == reranker.encode_pair(query, document)
+    with pytest.raises(TextTooLongError, match="takes 5"):
+        reranker.encode_pair(query, document, 5)
