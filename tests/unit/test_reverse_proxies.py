@@ -1,15 +1,16 @@
-"""The files of `cluster/proxy`: nginx and Caddy take them, and pass a stream on as it comes."""
+"""The files of `cluster/proxy`: each proxy takes its own, and does with streams what the page says."""
 
 from __future__ import annotations
 
 import datetime
 import http.server
+import os
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -22,18 +23,20 @@ from cryptography.x509.oid import NameOID
 from loadtests.common.processes import within
 from loadtests.common.servers import free_port
 
+Ask = Callable[..., AbstractContextManager[httpx.Response]]
 PROXIES = Path(__file__).parents[2] / "cluster/proxy"
 TIMEOUT_S = 20
 
 
 class Upstream(http.server.ThreadingHTTPServer):
-    """Streams a piece, and the next one only when it is told that the first one was read."""
+    """Streams a piece, and the next one only when it is told that the first one was read. By the path, it
+    says nothing at all (`/silent`), never ends (`/endless`), or is killed behind a piece (`/cut`)."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.was_read = threading.Event()
+        self.was_read, self.was_left = threading.Event(), threading.Event()
         self.headers: list[dict[str, str]] = []
 
 
@@ -43,15 +46,40 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/silent":
+            self._wait_for_the_end()
+            return
         self.server.headers.append({name.lower(): text for name, text in self.headers.items()})
         self.send_response(200)
         self.send_header("Content-Type", "application/x-ndjson")  # no proxy knows it to be a stream
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         self._chunk(b"first\n")
+        if self.path == "/endless":
+            with suppress(OSError):
+                while not self.server.was_left.wait(0.1):
+                    self._chunk(b"more\n")
+            self.server.was_left.set()
+            self.close_connection = True
+            return
+        if self.path == "/cut":
+            self.server.was_read.wait(TIMEOUT_S)
+            self.close_connection = True
+            return
         self.server.was_read.wait(TIMEOUT_S)
         self._chunk(b"second\n")
         self._chunk(b"")
+
+    def _wait_for_the_end(self) -> None:
+        self.server.headers.append({"silent": ""})
+        self.close_connection = True
+        self.connection.settimeout(TIMEOUT_S)
+        try:
+            is_left = not self.connection.recv(1)
+        except OSError as error:
+            is_left = not isinstance(error, TimeoutError)
+        if is_left:
+            self.server.was_left.set()
 
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -72,14 +100,13 @@ def upstream() -> Iterator[Upstream]:
 
 
 @contextmanager
-def running(command: Sequence[str | Path], port: int) -> Iterator[str]:
-    """The proxy's URL while it runs."""
+def running(command: Sequence[str | Path], port: int, scheme: str) -> Iterator[None]:
+    """The proxy runs meanwhile."""
     process = subprocess.Popen(command)  # pytest shows what it prints where a test has failed
-    url = f"https://llm.example:{port}"
 
     def answers() -> bool:
         try:
-            httpx.get(f"https://127.0.0.1:{port}/", verify=False, timeout=1)
+            httpx.get(f"{scheme}://127.0.0.1:{port}/", verify=False, timeout=1)
         except httpx.TransportError as error:
             return "SSL" in str(error)  # it listens; it has no certificate for this name
         return True
@@ -87,7 +114,7 @@ def running(command: Sequence[str | Path], port: int) -> Iterator[str]:
     try:
         assert within(TIMEOUT_S, lambda: process.poll() is not None or answers())
         assert process.poll() is None
-        yield url
+        yield
     finally:
         process.terminate()
         process.wait(TIMEOUT_S)
@@ -155,34 +182,155 @@ def caddy(folder: Path, upstream: int, plain: int, tls: int) -> list[str | Path]
     return [*command, "run", *options]
 
 
-BODY_BYTES: dict[object, int] = {nginx: 2_000_000, caddy: 1000}
-"""nginx's own limit is a megabyte. Caddy has none, and may cut an answer that begins in the moment in which
-a large body ends, as this upstream's does: Go's transport is not done with writing then."""
+def haproxy(folder: Path, upstream: int, _plain: int, tls: int) -> list[str | Path]:
+    (folder / "llm.example.pem").write_bytes(
+        (folder / "cert.pem").read_bytes() + (folder / "key.pem").read_bytes()
+    )
+    changes = {"127.0.0.1:8000": f"127.0.0.1:{upstream}", "bind :443": f"bind 127.0.0.1:{tls}"}
+    config = written(folder, "haproxy.cfg", changes | {"/etc/haproxy": str(folder)})
+    subprocess.run(["haproxy", "-c", "-f", config], check=True, timeout=TIMEOUT_S)
+    return ["haproxy", "-db", "-f", config]
 
 
-@pytest.mark.parametrize("proxy", [nginx, caddy])
-def test_a_stream_passes_as_it_comes(
-    proxy: Callable[[Path, int, int, int], list[str | Path]], tmp_path: Path, upstream: Upstream
-) -> None:
-    if shutil.which(proxy.__name__) is None:
-        pytest.skip(f"no {proxy.__name__} here")
+def apache2(folder: Path, upstream: int, _plain: int, tls: int) -> list[str | Path]:
+    changes = {
+        "127.0.0.1:8000": f"127.0.0.1:{upstream}",
+        "*:443": f"127.0.0.1:{tls}",
+        "/etc/letsencrypt/live/llm.example/fullchain.pem": f"{folder}/cert.pem",
+        "/etc/letsencrypt/live/llm.example/privkey.pem": f"{folder}/key.pem",
+    }
+    modules = ("mpm_event", "authz_core", "proxy", "proxy_http", "ssl", "env")
+    loaded = [f"LoadModule {one}_module /usr/lib/apache2/modules/mod_{one}.so" for one in modules]
+    own = (f"Listen 127.0.0.1:{tls}", f"PidFile {folder}/pid", "ErrorLog /dev/stderr")
+    lines = [*loaded, *own, f"DefaultRuntimeDir {folder}", "ServerName llm.example"]
+    config = written(folder, "apache.conf", changes, "\n".join(lines))
+    return ["apache2", "-DFOREGROUND", "-f", config]
+
+
+def varnishd(folder: Path, upstream: int, plain: int, _tls: int) -> list[str | Path]:
+    config = written(folder, "varnish.vcl", {'"8000"': f'"{upstream}"'})
+    where = ("-a", f"127.0.0.1:{plain}", "-n", folder / "varnish", "-j", "none")
+    return ["varnishd", "-F", *where, "-p", "pipe_timeout=3600", "-f", config]
+
+
+def squid(folder: Path, upstream: int, plain: int, _tls: int) -> list[str | Path]:
+    changes = {
+        "parent 8000": f"parent {upstream}",
+        "http_port 8080": f"http_port 127.0.0.1:{plain}",
+    }
+    own = "pid_filename none\naccess_log none\ncache_log /dev/null\nshutdown_lifetime 0 seconds\n"
+    return ["squid", "-N", "-f", written(folder, "squid.conf", changes, own)]
+
+
+def written(folder: Path, name: str, changes: Mapping[str, str], before: str = "") -> Path:
+    """Our file, with these changes that only a test needs."""
+    text = (PROXIES / name).read_text()
+    for ours, theirs in changes.items():
+        assert ours in text
+        text = text.replace(ours, theirs)
+    (folder / name).write_text(f"{before}\n{text}")
+    return folder / name
+
+
+Proxy = Callable[[Path, int, int, int], list[str | Path]]
+PAGE = PROXIES.parents[1] / "docs/deploy/behind-a-proxy.md"
+BODY_BYTES = 2_000_000
+"""More than nginx' own limit."""
+ROWS = {
+    nginx: "nginx",
+    haproxy: "HAProxy",
+    apache2: "Apache",
+    caddy: "Caddy",
+    varnishd: "Varnish",
+    squid: "Squid",
+}
+
+
+@pytest.fixture(params=ROWS, ids=ROWS.values())
+def proxy(request: pytest.FixtureRequest) -> Proxy:
+    found: Proxy = request.param
+    if shutil.which(found.__name__, path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.skip(f"no {found.__name__} here")
+    return found
+
+
+@pytest.fixture
+def row(proxy: Proxy) -> dict[str, str]:
+    """What the page says of the proxy, by the table's header."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    (cells,) = (cells for cells in rows if cells[0] == ROWS[proxy] and len(cells) == len(header))
+    return dict(zip(header, cells, strict=True))
+
+
+@pytest.fixture
+def ask(proxy: Proxy, tmp_path: Path, upstream: Upstream) -> Iterator[Ask]:
+    """Asks the proxy for a path, and gives the answer while it comes."""
     write_certificate(tmp_path)
-    tls = free_port()
-    with (
-        running(proxy(tmp_path, upstream.server_port, free_port(), tls), tls) as url,
-        httpx.Client(verify=False, timeout=TIMEOUT_S) as client,
-        client.stream(
-            "POST",
-            url.replace("llm.example", "127.0.0.1"),
-            content=b"x" * BODY_BYTES[proxy],
-            headers={"Host": f"llm.example:{tls}"},
-            extensions={"sni_hostname": "llm.example"},
-        ) as answer,
-    ):
+    plain, tls = free_port(), free_port()
+    has_tls = proxy not in (varnishd, squid)
+    scheme, port = ("https", tls) if has_tls else ("http", plain)
+    command = proxy(tmp_path, upstream.server_port, plain, tls)
+    with running(command, port, scheme), httpx.Client(verify=False, timeout=TIMEOUT_S) as client:
+
+        def answer(
+            path: str, n_bytes: int = 1000, timeout_s: float = TIMEOUT_S
+        ) -> AbstractContextManager[httpx.Response]:
+            return client.stream(
+                "POST",
+                f"{scheme}://127.0.0.1:{port}{path}",
+                content=b"x" * n_bytes,
+                headers={"Host": f"llm.example:{port}", "Authorization": "Bearer key"},
+                extensions={"sni_hostname": "llm.example"},
+                timeout=timeout_s,
+            )
+
+        yield answer
+
+
+def test_events_and_uploads_pass_at_once(
+    ask: Ask, upstream: Upstream, row: dict[str, str], proxy: Proxy
+) -> None:
+    # Caddy may cut an answer that begins while a large body ends: Go's transport still writes then.
+    with ask("/", 1000 if proxy is caddy else BODY_BYTES) as answer:
         lines = answer.iter_lines()
         assert next(lines) == "first"  # though the second one was not sent yet
         upstream.was_read.set()
         assert next(lines) == "second"
     (headers,) = upstream.headers
     assert headers["host"].partition(":")[0] == "llm.example"
-    assert headers["x-forwarded-for"] == "127.0.0.1"  # by which Corral knows a proxy
+    assert headers["x-forwarded-for"].endswith("127.0.0.1")  # by which Corral knows a proxy
+    assert headers["authorization"] == "Bearer key"
+    assert row["events at once"] == "yes"
+
+
+def test_the_server_hears_of_a_client_that_leaves_before_the_first_byte(
+    ask: Ask, upstream: Upstream, row: dict[str, str]
+) -> None:
+    with suppress(httpx.ReadTimeout), ask("/silent", timeout_s=1.0):
+        pytest.fail("there is no answer")
+    assert upstream.headers
+    is_told = upstream.was_left.wait(3)
+    assert row["client leaves before the first byte"] == ("told" if is_told else "not told")
+
+
+def test_the_server_hears_of_a_client_that_leaves_a_stream(
+    ask: Ask, upstream: Upstream, row: dict[str, str]
+) -> None:
+    with ask("/endless") as answer:
+        assert next(answer.iter_lines()) == "first"
+    is_told = upstream.was_left.wait(3)
+    assert row["client leaves a stream"] == ("told" if is_told else "not told")
+
+
+def test_what_a_killed_server_looks_like(ask: Ask, upstream: Upstream, row: dict[str, str]) -> None:
+    is_cut = False
+    with ask("/cut") as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "first"
+        upstream.was_read.set()
+        try:
+            assert next(lines, None) is None
+        except httpx.RemoteProtocolError:
+            is_cut = True
+    assert row["server is killed"] == ("cut" if is_cut else "**ends as if whole**")
