@@ -351,8 +351,8 @@ class IngressConfig(Section):
     `tauri://`, `vscode-webview://` and `vscode-file://`. `*` is all sites. Default: none; with API keys,
     all."""
     sse_ping_interval_s: Annotated[float, Field(ge=-1, le=3600)] = 15.0
-    """A stream that has sent nothing for this many seconds sends an event that changes nothing, so
-    that proxies and clients do not give it up. 0 and -1 turn them off. A request can override this
+    """A stream that is silent for this many seconds sends an event that changes nothing. Proxies and
+    clients would give it up otherwise. 0 and -1 turn them off. A request can override this
     (`sse_ping_interval`)."""
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and

@@ -145,7 +145,7 @@ def test_make_serve_is_the_command_that_users_have() -> None:
         "--old-file=.venv/.ready",
     )
     recipe = _run(*make, "serve").stdout
-    last = recipe.splitlines()[-1]
+    last = recipe.splitlines()[-1].rstrip()
     assert last == "exec .venv/bin/corral serve --config serve_config.yaml"
 
 

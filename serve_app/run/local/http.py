@@ -114,8 +114,8 @@ class BoundedHttp(HttpToolsProtocol):
         """The request that is answered now, and its task."""
         self._part = _Part.HEAD
         self._n_fields = self._n_framing = self._n_body = self._n_begun = 0
-        """Bytes of the head's or the trailers' fields so far, of all but the body, of the body; and the
-        requests that began in the data that came last."""
+        """Bytes so far of the head's or the trailers' fields, of all but the body, and of the body. The last
+        counts the requests that began in the newest data."""
         self._is_refused = self._is_too_large = self._is_lost = False
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
@@ -129,9 +129,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(RateLimitError(f"This server has {n} connections, which is the limit.", 1))
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more connection. It ends the one that waits for its client for
-        longest, of the address that has most of these; without any, the newest of an address that has more
-        than this one."""
+        """Whether the server may have one more connection. Of the address that has most idle ones, it ends
+        the longest idle. Without any, it ends the newest of an address that has more than this one."""
         if len(self.connections) <= most_connections():
             return True
         waiting = self._idle.largest() or self._slow.largest()
@@ -223,9 +222,9 @@ class BoundedHttp(HttpToolsProtocol):
             self._n_framing = 0
 
     def _parse(self, data: bytes) -> None:
-        """Have the parser take it. It takes what is behind an offer to upgrade the connection for another
-        protocol: it is given the head again without the offer, which a server may ignore. Source: RFC 9110,
-        section 7.8."""
+        """Have the parser take it. Behind an offer to upgrade the connection, the parser expects another
+        protocol. So it is given the head again without the offer, which a server may ignore. Source: RFC
+        9110, section 7.8."""
         rest = memoryview(data)
         while True:
             try:

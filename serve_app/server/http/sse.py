@@ -1,7 +1,7 @@
 """Writes answers as server-sent events, with pings in streams that are silent for long.
 
-A stream that cannot go on ends with an error in its protocol's form, and its connection breaks: without
-that, most clients take half an answer for the whole.
+A stream that cannot go on ends with an error in its protocol's form, and its connection breaks. Most
+clients would take half an answer for the whole otherwise.
 
 Source: the HTML standard, "Server-sent events".
 """
