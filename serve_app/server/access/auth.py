@@ -38,7 +38,8 @@ from serve_app.server.usage.ledger import Ledger
 from serve_app.server.usage.telemetry import Telemetry
 
 # What load balancers ask for, by any name and without keys.
-_OPEN_PATHS = frozenset({"/health", "/v1/health", "/health/live", "/livez"})
+_LIVENESS_PATHS = frozenset({"/health/live", "/livez"})
+_OPEN_PATHS = _LIVENESS_PATHS | {"/health", "/v1/health"}
 _ANTHROPICS_PATH = "/v1/messages"
 HOLD_S = RETRY_S
 """A client that comes back although there is no room gets its refusal after so long, and cannot ask
@@ -112,7 +113,8 @@ class AccessMiddleware:
                     await self._accounts.follow()
                 caller = line or self._caller(scope, headers, request_id)
                 send = _noting_status(caller, send)
-                if self._open.is_draining and line is None:
+                is_new = line is None and scope["path"] not in _LIVENESS_PATHS
+                if self._open.is_draining and is_new:
                     raise EngineClosedError("The server is being stopped.")
                 self._check_enabled(scope["path"])
                 if scope["method"] == "POST":  # all others ask no engine for work

@@ -72,12 +72,14 @@ class Ending:
         return asking
 
     async def answer(self, *, stream: bool) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         body = json.dumps({"prompt": "x", "stream": stream}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        )
-        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        return await self.request("POST /v1/completions", "Content-Type: application/json", body)
+
+    async def request(self, line: str, header: str, body: bytes = b"") -> bytes:
+        """All bytes of an answer, until the connection ends."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        head = f"{line} HTTP/1.1\r\nHost: localhost\r\n{header}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         try:
             return await asyncio.wait_for(reader.read(), PATIENCE_S)
         finally:
@@ -119,6 +121,9 @@ async def test_streams_go_on_and_new_requests_are_told_while_a_server_ends(endin
     await server.end(signal.SIGTERM, signal.SIGINT)  # of systemd, and of `corral serve`
     for stream in (True, False):
         check_refused(await server.answer(stream=stream))
+    check_refused(await server.request("GET /health", "Connection: close"))
+    alive = await server.request("GET /livez", "Connection: close")
+    assert alive.startswith(b"HTTP/1.1 200")
     server.go_on.set()
     answer = await streaming
     assert b'"text":"lo"' in answer
