@@ -85,15 +85,13 @@ class Client:
         began = time.monotonic()
         try:
             writer.write(head("POST", "/v1/completions", self._key, json.dumps(body).encode()))
-            left_at = began + self._random.uniform(0.0, 10.0) if leaves else began + 3600
-            read = asyncio.create_task(self._read(reader, began))
-            done, _ = await asyncio.wait([read], timeout=left_at - time.monotonic())
-            if not done:
-                read.cancel()
+            try:
+                async with asyncio.timeout(self._random.uniform(0.0, 10.0) if leaves else None):
+                    return await self._read(reader, began)
+            except TimeoutError:
                 writer.transport.abort()
                 self._books.ends[f"{self._key} left"] += 1
                 return 0.0
-            return read.result()
         finally:
             writer.close()
 
@@ -106,8 +104,9 @@ class Client:
             name, _, value = line.decode().partition(": ")
             headers[name.lower()] = value
         if status != 200:
-            text = await reader.read()
-            code = json.loads(text[text.index(b"{") : text.rindex(b"}") + 1])["error"]["code"]
+            _, begins, rest = (await reader.read()).partition(b"{")
+            error = json.loads((begins + rest).partition(b"\r\n")[0] or b"{}").get("error", {})
+            code = error.get("code", "cut")
             books.ends[f"{self._key} {status} {code}"] += 1
             return float(headers.get("retry-after", 1))
         last, is_whole = time.monotonic(), False
@@ -116,7 +115,9 @@ class Client:
             last = time.monotonic()
             if line.startswith(b"data: {"):
                 chunk = json.loads(line[6:])
-                assert "error" not in chunk, chunk
+                if "error" in chunk:
+                    books.ends[f"{self._key} error {chunk['error']['code']}"] += 1
+                    return 0.0
                 usage = chunk.get("usage") or usage
             is_whole |= line.startswith(b"data: [DONE]")
         books.ends[f"{self._key} {'whole' if is_whole and usage else 'cut'}"] += 1
@@ -248,10 +249,10 @@ async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[
         first = await median_held(server)
         left_s = seconds - warm_s - 2 * N_LOOKS
         kills = group.create_task(
-            hurt(server, signal.SIGKILL, min(KILL_EVERY_S, left_s / 4), left_s - 10)
+            hurt(server, signal.SIGKILL, min(KILL_EVERY_S, left_s / 3), left_s - 10)
         )
         stops = group.create_task(
-            hurt(server, signal.SIGSTOP, min(STOP_EVERY_S, left_s / 3), left_s - 10)
+            hurt(server, signal.SIGSTOP, min(STOP_EVERY_S, left_s / 2), left_s - 10)
         )
         await asyncio.sleep(left_s)
         last = await median_held(server)
