@@ -98,7 +98,7 @@ class LaterTools:
         return self._declared.get(name)
 
     def add(self, tools: Iterable[Tool]) -> str:
-        """The text that tells the model of the tools. Claude Code's tool for searching promises this form."""
+        """The text that tells the model of the tools, in the form that Claude Code's search promises."""
         lines = []
         for tool in tools:
             name = tool.function.name
