@@ -50,6 +50,7 @@ AGENTS = (
             ".codex/config.toml": """\
 model = "demo"
 model_provider = "corral"
+model_context_window = 65536
 [model_providers.corral]
 name = "Corral"
 base_url = "{url}/v1"

@@ -48,7 +48,7 @@ def test_stream(corral: Corral) -> None:
 def test_tokens_there_and_back(corral: Corral) -> None:
     text = "Hello, wörld!"
     tokens = curl(corral, "/tokenize", {"content": text})["tokens"]
-    assert curl(corral, "/detokenize", {"tokens": tokens}) == {"content": text}
+    assert curl(corral, "/detokenize", {"tokens": tokens}) == {"content": text, "prompt": text}
     pieces = curl(corral, "/tokenize", {"content": text, "with_pieces": True})["tokens"]
     assert [piece["id"] for piece in pieces] == tokens
 
