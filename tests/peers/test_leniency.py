@@ -630,7 +630,6 @@ def test_names_of_models(pair: Pair, name: object) -> None:
 
 FOREIGN_ITEMS = [
     {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-    {"type": "item_reference", "id": "msg_1"},
     {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "x"},
 ]
 
