@@ -324,7 +324,7 @@ _KINDS = {"string": "string", "object": "object", "array": "list"}
 # -- Solar Open and Kimi K3: calls between literals ------------------------------------------------------
 
 
-class MarkedCallsParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # both read
+class MarkedCallsParser(ChannelParser, MarkupParser):
     """Calls are a markup's."""
 
     def __init__(self, functions: Sequence[Function] = (), *, markup: Markup, tags: _Tags) -> None:
@@ -339,7 +339,9 @@ class MarkedCallsParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # b
         super().__init__(functions, markup=markup)
 
     def _calls(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
-        return self._next(text, self._opened) if self.again else MarkupParser._read(self, text)
+        if self.again:
+            return self._next(text, self._opened)
+        return self._section(text, self._markup.begin[len(self.opening) :])
 
 
 _SOLAR, _KIMI_K3 = (
@@ -392,7 +394,7 @@ _MUSE_CALLS = Markup(
 )
 
 
-class MuseParser(ChannelParser, MarkupParser):  # type: ignore[misc]  # both read
+class MuseParser(ChannelParser, MarkupParser):
     """Headers are no content, but the headers of calls that are none."""
 
     thought = _MUSE.thought

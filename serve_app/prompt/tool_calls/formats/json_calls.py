@@ -171,7 +171,7 @@ class GigaChatParser(MarkupParser):
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         super().__init__(functions, markup=_GIGACHAT)
 
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         yield from text.after_blanks()  # nothing, at the end
         return (yield from super()._read(text)) if self._schemas else ()
 

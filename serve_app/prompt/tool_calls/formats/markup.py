@@ -122,7 +122,7 @@ class MarkupParser(CallParser):
         if isinstance(markup.body, JsonObject):
             self.name_key = markup.body.keys[0]
 
-    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall]]:
+    def _read(self, text: TextReader) -> Reading[Sequence[ToolCall] | None]:
         return self._section(text, self._markup.begin[len(self.opening) :])
 
     def _section(self, text: TextReader, rest: str) -> Reading[Sequence[ToolCall]]:
