@@ -48,6 +48,8 @@ STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
 _LINGER_S = 2.0
 """The time in which a client can read why it is refused, while what it sends is dropped."""
+_NEW_S = 5.0
+"""A connection that is idle for less may be a newcomer's, whose request is on its way."""
 MOST_CONNECTIONS = 4096
 _OTHER_FILES = 256
 GIVEN_UP_S = 5.0
@@ -120,7 +122,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
         self._stalled: asyncio.TimerHandle | None = None
-        self._group = self._idle
+        self._group, self._since = self._idle, self.loop.time()
         self._expect(HEAD_S)
         if self._has_room():
             self._group.add(self)
@@ -133,9 +135,11 @@ class BoundedHttp(HttpToolsProtocol):
         the longest idle. Without any, it ends the newest of an address that has more than this one."""
         if len(self.connections) <= most_connections():
             return True
-        waiting = self._idle.largest() or self._slow.largest()
-        if waiting:
-            next(iter(waiting))._end()
+        idle, slow = next(iter(self._idle.largest()), None), next(iter(self._slow.largest()), None)
+        is_new = idle is not None and self.loop.time() - idle._since < _NEW_S
+        waiting = slow or idle if is_new else idle or slow
+        if waiting is not None:
+            waiting._end()
             return True
         busy = self._busy.largest()
         if len(busy) <= len(self._busy.of(self.address)) + 1:
@@ -186,7 +190,7 @@ class BoundedHttp(HttpToolsProtocol):
         if group is not self._group:
             self._group.remove(self)
             group.add(self)
-            self._group = group
+            self._group, self._since = group, self.loop.time()
 
     # -- requests ---------------------------------------------------------------------------------
 
