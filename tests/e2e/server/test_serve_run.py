@@ -21,10 +21,13 @@ def curl(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+AS_JSON = ("-H", "Content-Type: application/json", "-d")
+
+
 def test_curl(corral: Corral) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
     url = f"{corral.url}/v1/chat/completions"
-    answer = json.loads(curl(url, "--json", body))
+    answer = json.loads(curl(url, *AS_JSON, body))
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "big"  # the first, since the request names none
     assert answer["usage"]["completion_tokens"] == 8
@@ -32,7 +35,7 @@ def test_curl(corral: Corral) -> None:
 
 def test_curl_streams(corral: Corral) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 8, "stream": True})
-    lines = curl("--no-buffer", f"{corral.url}/v1/completions", "--json", body).split("\n\n")
+    lines = curl("--no-buffer", f"{corral.url}/v1/completions", *AS_JSON, body).split("\n\n")
     *events, done, rest = lines
     assert (done, rest) == ("data: [DONE]", "")
     assert sse(events[-1])["choices"][0]["finish_reason"] == "length"
