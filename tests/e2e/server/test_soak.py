@@ -144,7 +144,7 @@ def head(method: str, path: str, key: str, body: bytes = b"") -> bytes:
 async def be_idle(port: int, over: asyncio.Event) -> None:
     """Ask once, and keep the connection; open another one when the server ends it."""
     while not over.is_set():
-        with suppress(OSError):
+        with suppress(OSError, IndexError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head("GET", "/livez", "stays"))
             waiting = [asyncio.create_task(reader.read()), asyncio.create_task(over.wait())]
@@ -168,7 +168,7 @@ def held(server: Corral) -> Held:
     """What they hold now, but for the connections of the clients: refused ones wait without any."""
     mib, files, threads = 0.0, -n_connections(server.port), 0
     for pid in server.pids(""):
-        with suppress(OSError):  # a worker that has ended meanwhile
+        with suppress(OSError, IndexError):  # a worker that has ended meanwhile
             status = Path(f"/proc/{pid}/status").read_text()
             anonymous = status.partition("RssAnon:")[2].split()[0]
             n_threads = status.partition("Threads:")[2].split()[0]
