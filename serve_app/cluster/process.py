@@ -30,7 +30,7 @@ def _make(
     kind: str, name: str, what: str, ends: Sequence[float] | None, labels: Sequence[str], tags: Tags
 ) -> Any:
     boundaries = () if ends is None else (list(ends),)
-    of_kind = RayCounter if kind == "Counter" else getattr(metrics, kind)
+    of_kind: Any = RayCounter if kind == "Counter" else getattr(metrics, kind)
     metric = of_kind(name, what, *boundaries, tuple(labels))
     metric.set_default_tags(dict(tags))
     return metric
@@ -39,7 +39,7 @@ def _make(
 class RayCounter(metrics.Counter):
     """Ray's counter, which takes 0 as well."""
 
-    def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
+    def inc(self, value: float = 1.0, tags: Any = None) -> None:
         if value:
             super().inc(value, tags)
         else:
