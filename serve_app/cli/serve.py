@@ -86,7 +86,7 @@ def run(
             config = folder / "serve_config.yaml"
             config.write_text(config_file.text(config_file.document(options)))
         content = read_config(config)
-        content["http_options"] = {**(content.get("http_options") or {}), **http}
+        content["http_options"] = (content.get("http_options") or {}) | dict(http)
         _check_address(content)
         with _signals(), Screen(console) as shown:
             _download(content, shown)

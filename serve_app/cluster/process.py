@@ -48,7 +48,7 @@ def _make(
 class RayCounter(metrics.Counter):
     """Ray's counter, which takes 0 as well."""
 
-    def inc(self, value: float = 1.0, tags: dict[str, str] | None = None) -> None:
+    def inc(self, value: float = 1.0, tags: Any = None) -> None:
         if value:
             super().inc(value, tags or {})
         else:

@@ -70,6 +70,69 @@ def test_the_first_chat(ui_server: Corral, open_page: Open) -> None:
     done(page.locator(".assistant").nth(1))
 
 
+def test_enter_while_an_answer_streams_stops_nothing(ui_server: Corral, open_page: Open) -> None:
+    page = open_page(ui_server)
+    give_more(page, ENDLESS)
+    answer = say(page, "Count.")
+    expect(answer.locator(".markdown")).not_to_be_empty()
+    page.fill("#question", "And then?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#question")).to_have_value("And then?")  # it waits there
+    assert n_running(ui_server) == 1
+    expect(answer).to_have_attribute("aria-busy", "true")
+    page.get_by_role("button", name="Stop").click()
+    expect(answer.locator(".facts")).to_contain_text("stopped")
+
+
+def test_a_question_is_edited_and_asked_again(ui_server: Corral, open_page: Open) -> None:
+    page = open_page(ui_server)
+    done(say(page, "List three fruits."))
+    done(say(page, "Thank you."))
+    page.locator("#messages .user").first.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edited message").fill("What is the capital of Portugal?")
+    page.get_by_role("button", name="Ask again").click()
+    expect(page.locator("#messages .user")).to_have_count(1)
+    answer = page.locator("#messages .assistant")
+    done(answer)
+    expect(answer).to_have_count(1)
+    expect(answer.locator(".markdown")).to_contain_text("Lisbon")
+    page.locator("#messages .user").get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#messages .user .plain")).to_have_text("What is the capital of Portugal?")
+
+
+def test_chats_are_renamed_and_found(ui_server: Corral, open_page: Open) -> None:
+    page = open_page(ui_server)
+    done(say(page, "List three fruits."))
+    page.click("#new-chat")
+    done(say(page, "What is the capital of Portugal?"))
+    page.get_by_role("button", name="Rename List three fruits.").click()
+    page.keyboard.type("Groceries")  # in the place of the old title, which is selected
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Groceries", exact=True)).to_be_visible()
+    for wanted, n in (("grocer", 1), ("LISBON", 1), ("nowhere", 0), ("", 2)):
+        page.fill("#search-chats", wanted)
+        expect(page.locator("#chats li")).to_have_count(n)
+    page.reload()
+    expect(page.locator("#chats")).to_contain_text("Groceries")
+
+
+def test_a_text_file_is_attached(ui_server: Corral, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(ui_server)
+    page.fill("#question", "Read this.")
+    notes, picture, large = (tmp_path / name for name in ("notes.md", "a.txt", "large.csv"))
+    notes.write_text("# Notes\nein größerer Text")
+    page.set_input_files("#text-file", notes)
+    text = "Read this.\n\nnotes.md:\n```\n# Notes\nein größerer Text\n```"
+    expect(page.locator("#question")).to_have_value(text)
+    picture.write_bytes(b"\x89PNG\0")
+    large.write_text("1" * 200_001)
+    for file, why in ((picture, "a.txt is no text."), (large, "large.csv is larger than 200 kB.")):
+        page.set_input_files("#text-file", file)
+        expect(page.locator("#picture-error")).to_have_text(why)
+        expect(page.locator("#question")).to_have_value(text)
+
+
 def test_stopping_frees_the_slot(ui_server: Corral, open_page: Open) -> None:
     page = open_page(ui_server)
     give_more(page, ENDLESS)
@@ -142,7 +205,7 @@ def test_exports(ui_server: Corral, open_page: Open, tmp_path: Path) -> None:
     page.click("#export-curl")
     command = page.locator("#curl").inner_text()
     assert command.startswith(f"curl --no-buffer {ui_server.url}/v1/chat/completions")
-    quoted = command.split("--json '", 1)[1].removesuffix("'").replace("'\\''", "'")
+    quoted = command.split("-d '", 1)[1].removesuffix("'").replace("'\\''", "'")
     body = json.loads(quoted)
     assert (body["messages"][0]["content"], body["user"]) == ("List three fruits.", "o'hara")
     again = ui_server.http.post(
@@ -234,5 +297,6 @@ def test_the_keyboard_is_enough(ui_server: Corral, open_page: Open) -> None:
     done(page.locator(".assistant"))
     assert page.evaluate(focused) == "question"
     page.keyboard.press("Shift+Tab")  # back to the button for pictures,
+    page.keyboard.press("Shift+Tab")  # to that for text files,
     page.keyboard.press("Shift+Tab")  # and to the messages, and to what is in them
     expect(page.locator("#messages :focus, #messages:focus")).to_have_count(1)

@@ -236,7 +236,7 @@ Proxy = Callable[[Path, int, int, int], list[str | Path]]
 PAGE = PROXIES.parents[1] / "docs/deploy/behind-a-proxy.md"
 BODY_BYTES = 2_000_000
 """More than nginx' own limit."""
-ROWS = {
+ROWS: dict[Proxy, str] = {
     nginx: "nginx",
     haproxy: "HAProxy",
     apache2: "Apache",
@@ -246,7 +246,7 @@ ROWS = {
 }
 
 
-@pytest.fixture(params=ROWS, ids=ROWS.values())
+@pytest.fixture(params=[*ROWS], ids=[*ROWS.values()])
 def proxy(request: pytest.FixtureRequest) -> Proxy:
     found: Proxy = request.param
     if shutil.which(found.__name__, path=f"{os.environ['PATH']}:/usr/sbin") is None:

@@ -15,6 +15,8 @@ const IDEAS = [
   "List three fruits.",
 ];
 
+const MOST_TEXT_BYTES = 200_000;
+
 export class ChatPage {
   /** @type {{id: string, capabilities?: string[]}[]} */
   #models = [];
@@ -32,6 +34,9 @@ export class ChatPage {
       else this.#send(field.value);
     };
     growing(field, byId("ask"));
+    byId("search-chats").oninput = () => this.#list();
+    byId("text-file").onchange = () => attach(byId("text-file"));
+    byId("add-text").onclick = () => byId("text-file").click();
     byId("new-chat").onclick = () => this.#open(store.newChat(this.#chat.model, this.#chat.settings));
     byId("chat-model").onchange = () => this.#choose(byId("chat-model").value);
     toggling(byId("settings-button"), byId("settings"));
@@ -77,15 +82,37 @@ export class ChatPage {
 
   #list() {
     byId("chat-title").textContent = this.#chat.title;
-    const items = store.chats().map((chat) => {
+    const wanted = byId("search-chats").value.trim().toLowerCase();
+    const items = store.chats().filter((chat) => store.textOf(chat).includes(wanted)).map((chat) => {
       const open = h("button", { type: "button", className: "chat", textContent: chat.title });
       if (chat.id === this.#chat.id) open.setAttribute("aria-current", "true");
       open.onclick = () => this.#open(chat);
       const remove = h("button", { type: "button", className: "remove", textContent: "×", "aria-label": `Delete ${chat.title}` });
       remove.onclick = () => this.#remove(chat);
-      return h("li", {}, open, remove);
+      const rename = h("button", { type: "button", className: "remove", textContent: "✎", "aria-label": `Rename ${chat.title}` });
+      const item = h("li", {}, open, rename, remove);
+      rename.onclick = () => this.#rename(chat, item);
+      return item;
     });
     byId("chats").replaceChildren(...items);
+  }
+
+  /** @param {store.Chat} chat @param {HTMLElement} item */
+  #rename(chat, item) {
+    const field = h("input", { value: chat.title, "aria-label": "New title", maxLength: 60 });
+    const form = h("form", {}, field);
+    form.onsubmit = (/** @type {Event} */ event) => {
+      event.preventDefault();
+      const title = field.value.trim() || chat.title;
+      if (chat.id === this.#chat.id) this.#chat.title = title;
+      store.rename(chat.id, title);
+      this.#list();
+    };
+    field.onkeydown = (/** @type {KeyboardEvent} */ event) => {
+      if (event.key === "Escape") this.#list();
+    };
+    item.replaceChildren(form);
+    field.select();
   }
 
   /** @param {store.Chat} chat */
@@ -99,10 +126,37 @@ export class ChatPage {
   #showMessages() {
     const { messages } = this.#chat;
     const shown = messages.map((message, i) =>
-      message.role === "assistant" ? this.#answerView(message, i).finish().element : question(message),
+      message.role === "assistant" ? this.#answerView(message, i).finish().element : this.#question(message, i),
     );
     byId("messages").replaceChildren(...(shown.length ? shown : [this.#welcome()]));
     byId("messages").scrollTop = byId("messages").scrollHeight;
+  }
+
+  /** @param {store.Message} message @param {number} i  its place */
+  #question(message, i) {
+    const element = question(message);
+    if (message.role !== "user") return element;
+    const edit = h("button", { type: "button", className: "quiet edit", textContent: "Edit" });
+    edit.onclick = () => this.#edit(message, i, element);
+    element.append(edit);
+    return element;
+  }
+
+  /** Ask again from here on, in other words. @param {store.Message} message @param {number} i @param {HTMLElement} element */
+  #edit(message, i, element) {
+    const field = h("textarea", { value: message.content, rows: 3, "aria-label": "Edited message" });
+    const cancel = h("button", { type: "button", className: "quiet", textContent: "Cancel" });
+    const form = h("form", { className: "edited" }, field, h("button", { textContent: "Ask again" }), cancel);
+    form.onsubmit = (/** @type {Event} */ event) => {
+      event.preventDefault();
+      if (this.#running || !field.value.trim()) return;
+      this.#chat.messages.splice(i, Infinity, { ...message, content: field.value });
+      this.#answer();
+    };
+    cancel.onclick = () => element.replaceWith(this.#question(message, i));
+    growing(field, form);
+    element.replaceChildren(form);
+    field.focus();
   }
 
   #welcome() {
@@ -219,15 +273,27 @@ export function setSending(button, sending) {
   button.classList.toggle("stop", sending);
 }
 
-/** Put text that was said behind what is written. @param {string} text */
+/** Put text that was said, or is in a file, behind what is written. @param {string} text */
 function insert(text) {
   const field = byId("question");
-  field.value = [field.value.trim(), text.trim()].filter(Boolean).join(" ");
+  field.value = [field.value.trim(), text.trim()].filter(Boolean).join(/^\s/.test(text) ? "\n\n" : " ");
   field.dispatchEvent(new Event("input"));
   field.focus();
 }
 
-/** A text field that grows, and sends with Enter. @param {any} field @param {any} form */
+/** Put a text file behind what is written, under its name. @param {any} input */
+async function attach(input) {
+  const [file] = input.files;
+  input.value = "";
+  const text = file.size <= MOST_TEXT_BYTES ? await file.text() : null;
+  const why = text === null ? `is larger than ${MOST_TEXT_BYTES / 1000} kB` : text.includes("\0") ? "is no text" : "";
+  byId("picture-error").replaceChildren(
+    ...(why ? [h("p", { className: "error", role: "alert", textContent: `${file.name} ${why}.` })] : []),
+  );
+  if (!why) insert(`\n\n${file.name}:\n\`\`\`\n${text}\n\`\`\`\n`);
+}
+
+/** A text field that grows, and sends with Enter, but never stops what was sent. @param {any} field @param {any} form */
 export function growing(field, form) {
   field.oninput = () => {
     field.style.height = "auto";
@@ -236,7 +302,7 @@ export function growing(field, form) {
   field.onkeydown = (/** @type {KeyboardEvent} */ event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    form.requestSubmit();
+    if (!form.querySelector("button.stop")) form.requestSubmit();
   };
 }
 

@@ -107,6 +107,6 @@ export function curl(body, withKey) {
   return [
     `curl --no-buffer ${new URL("v1/chat/completions", document.baseURI)}`,
     ...(withKey ? ['  --header "Authorization: Bearer $CORRAL_API_KEY"'] : []),
-    `  --json '${quoted}'`,
+    `  -H 'Content-Type: application/json' -d '${quoted}'`,
   ].join(" \\\n");
 }

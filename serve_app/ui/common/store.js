@@ -54,6 +54,14 @@ export function keep(chat) {
   while (!write(CHATS, kept) && kept.length > 1) kept.pop();
 }
 
+/** What a conversation can be found by, in lower case. @param {Chat} chat */
+export const textOf = (chat) => [chat.title, ...chat.messages.map((one) => one.content)].join("\n").toLowerCase();
+
+/** @param {string} id @param {string} title */
+export function rename(id, title) {
+  write(CHATS, chats().map((one) => (one.id === id ? { ...one, title } : one)));
+}
+
 /** @param {string} id */
 export function forget(id) {
   write(CHATS, chats().filter((one) => one.id !== id));
