@@ -44,6 +44,8 @@ MOST_HEAD_BYTES = 64 * 2**10
 """The longest head, and the longest trailers."""
 _MOST_FRAMING = 16
 """The bytes of a chunk's length for each of a body's bytes, beyond so many as a head may have."""
+MOST_PIPELINED = 32
+"""The most requests of a connection that wait for the answer before theirs. The last one ends it."""
 STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
 _LINGER_S = 2.0
@@ -92,6 +94,9 @@ class _Group:
     def of(self, address: str) -> dict[BoundedHttp, None]:
         return self._by_address.get(address, {})
 
+    def addresses(self) -> Collection[str]:
+        return self._by_address.keys()
+
     def largest(self) -> dict[BoundedHttp, None]:
         """Those of the address that has most; empty without any."""
         return max(self._by_address.values(), key=len, default={})
@@ -129,14 +134,15 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(RateLimitError(f"This server has {n} connections, which is the limit.", 1))
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more connection. It ends the one that waits for its client for
-        longest, of the address that has most of these; without any, the newest of an address that has more
-        than this one."""
+        """Whether the server may have one more connection. Of the address that has most which wait for
+        their client, it ends the one that is idle for longest, or else slow; without any, the newest of an
+        address that has more than this one."""
         if len(self.connections) <= most_connections():
             return True
-        waiting = self._idle.largest() or self._slow.largest()
-        if waiting:
-            next(iter(waiting))._end()
+        idle, slow = self._idle, self._slow
+        if addresses := {**dict.fromkeys(idle.addresses()), **dict.fromkeys(slow.addresses())}:
+            worst = max(addresses, key=lambda address: len(idle.of(address)) + len(slow.of(address)))
+            next(iter(idle.of(worst) or slow.of(worst)))._end()
             return True
         busy = self._busy.largest()
         if len(busy) <= len(self._busy.of(self.address)) + 1:
@@ -204,6 +210,8 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
+            if self._is_refused:
+                return
             self._refuse(
                 HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
                 if self._is_too_large
@@ -246,7 +254,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._expect(HEAD_S)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request is here."""
+        """The first byte of a request is here. One too many is not read, and all before it are answered."""
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._is_refused = True
+            self.pipeline[0][0].keep_alive = False  # the newest
+            raise ValueError  # which the parser raises as another error
         super().on_message_begin()
         self._n_begun += 1
         self._n_fields = self._n_framing = self._n_body = 0
