@@ -77,7 +77,7 @@ class Continued(PreparedBody[T | After]):
         request_context.current().ignored.clear()  # they are told again
         responses: BackgroundResponses = request.app.state.responses
         try:
-            stored = await responses.find(result.response_id, key())
+            stored, _ = await _find_stored(responses, result.response_id)
         except ResponseNotFoundError:
             raise PreviousResponseError(result.response_id) from None
         return await bodies.work(self.prepare, *preparation.record(stored), *pieces)

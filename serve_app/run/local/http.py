@@ -44,6 +44,8 @@ MOST_HEAD_BYTES = 64 * 2**10
 """The longest head, and the longest trailers."""
 _MOST_FRAMING = 16
 """The bytes of a chunk's length for each of a body's bytes, beyond so many as a head may have."""
+MOST_PIPELINED = 32
+"""The most requests of a connection that wait for the answer before theirs. The last one ends it."""
 STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
 _LINGER_S = 2.0
@@ -94,6 +96,9 @@ class _Group:
     def of(self, address: str) -> dict[BoundedHttp, None]:
         return self._by_address.get(address, {})
 
+    def addresses(self) -> Collection[str]:
+        return self._by_address.keys()
+
     def largest(self) -> dict[BoundedHttp, None]:
         """The connections of the address that has most; none if the group is empty."""
         return max(self._by_address.values(), key=len, default={})
@@ -131,14 +136,20 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(RateLimitError(f"This server has {n} connections, which is the limit.", 1))
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more connection. Of the address that has most idle ones, it ends
-        the longest idle. Without any, it ends the newest of an address that has more than this one."""
+        """Whether the server may have one more connection. Of the address with most that wait for their
+        client, it ends the one that is idle for longest, or else a slow one. Slow ones go before those that
+        are idle for moments only. Without any, it ends the newest of an address that has more than this
+        one."""
         if len(self.connections) <= most_connections():
             return True
-        idle, slow = next(iter(self._idle.largest()), None), next(iter(self._slow.largest()), None)
-        is_new = idle is not None and self.loop.time() - idle._since < _NEW_S
-        waiting = slow or idle if is_new else idle or slow
-        if waiting is not None:
+        of_idle, of_slow = self._idle, self._slow
+        addresses = {**dict.fromkeys(of_idle.addresses()), **dict.fromkeys(of_slow.addresses())}
+        if addresses:
+            worst = max(addresses, key=lambda one: len(of_idle.of(one)) + len(of_slow.of(one)))
+            idle, slow = next(iter(of_idle.of(worst)), None), next(iter(of_slow.of(worst)), None)
+            is_new = idle is not None and self.loop.time() - idle._since < _NEW_S
+            waiting = slow or idle if is_new else idle or slow
+            assert waiting is not None
             waiting._end()
             return True
         busy = self._busy.largest()
@@ -207,6 +218,8 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
+            if self._is_refused:
+                return
             self._refuse(
                 HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
                 if self._is_too_large
@@ -249,7 +262,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._expect(HEAD_S)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request is here."""
+        """The first byte of a request is here. One too many is not read, and all before it are answered."""
+        if len(self.pipeline) >= MOST_PIPELINED:
+            self._is_refused = True
+            self.pipeline[0][0].keep_alive = False  # the newest
+            raise ValueError  # which the parser raises as another error
         super().on_message_begin()
         self._n_begun += 1
         self._n_fields = self._n_framing = self._n_body = 0

@@ -264,6 +264,47 @@ async def test_the_longest_idle_of_the_address_with_most_ends_first(
         writer.close()
 
 
+async def test_slow_connections_of_one_address_end_before_others_that_are_idle(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 4)
+    app, begun = echo(), asyncio.Queue[None]()
+
+    @app.post("/wait")
+    async def wait(request: Request) -> None:
+        begun.put_nowait(None)
+        await request.body()
+
+    port = await serve(app)
+    slow, newcomers = [], []
+    for _ in range(4):
+        half = POST.replace(b"/echo", b"/wait") + b"half"
+        slow.append(await from_address("127.0.0.2", port, half))
+        await asyncio.wait_for(begun.get(), PATIENCE_S)
+    for address in ("127.0.0.3", "127.0.0.4"):
+        newcomers.append(await from_address(address, port, b""))
+    for wire in slow[:2]:
+        assert await closed(wire[0])
+    for wire in newcomers:
+        wire[1].write(GET)
+        assert await is_answered(wire)
+    for _, writer in (*slow, *newcomers):
+        writer.close()
+
+
+async def test_of_many_requests_in_one_piece_the_first_are_answered_before_the_connection_ends(
+    serve: Serve,
+) -> None:
+    reader, writer = await connected(await serve(echo()), GET * 5000)
+    with suppress(ConnectionError):
+        answers = b""
+        while piece := await asyncio.wait_for(reader.read(2**16), PATIENCE_S):
+            answers += piece
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 1 + http.MOST_PIPELINED
+    assert answers.count(b"Connection: close\r\n") == 1
+    writer.close()
+
+
 async def test_answers_go_on_where_newcomers_of_their_address_find_no_room(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from loadtests.common.processes import within
-from loadtests.common.servers import free_port
+from loadtests.common.servers import ROOT, free_port
 
 Ask = Callable[..., AbstractContextManager[httpx.Response]]
-PROXIES = Path(__file__).parents[2] / "cluster/proxy"
+PROXIES = ROOT / "cluster/proxy"
 TIMEOUT_S = 20
 
 
@@ -233,7 +233,7 @@ def written(folder: Path, name: str, changes: Mapping[str, str], before: str = "
 
 
 Proxy = Callable[[Path, int, int, int], list[str | Path]]
-PAGE = PROXIES.parents[1] / "docs/deploy/behind-a-proxy.md"
+PAGE = ROOT / "docs/deploy/behind-a-proxy.md"
 BODY_BYTES = 2_000_000
 """More than nginx' own limit."""
 ROWS: dict[Proxy, str] = {
@@ -258,8 +258,8 @@ def proxy(request: pytest.FixtureRequest) -> Proxy:
 def row(proxy: Proxy) -> dict[str, str]:
     """What the page says of the proxy, by the table's header."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    header, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    (cells,) = (cells for cells in rows if cells[0] == ROWS[proxy] and len(cells) == len(header))
+    header, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    cells = next(cells for cells in rows if cells[0] == ROWS[proxy])  # of the first table
     return dict(zip(header, cells, strict=True))
 
 
