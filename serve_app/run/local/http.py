@@ -218,7 +218,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
-            if self._is_refused:
+            if len(self.pipeline) >= MOST_PIPELINED:
                 return
             self._refuse(
                 HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
