@@ -190,10 +190,10 @@ def test_a_budget_holds_and_usage_is_the_clients_count(guarded: Corral) -> None:
     wait_until(
         lambda: (
             'ray_corral_key_generated_tokens_total{key="cal",model="m"} 12.0'
-            in guarded.http.get("/metrics").text
+            in guarded.http.get("/metrics", headers=headers).text
         ),
         20,
-        lambda: guarded.http.get("/metrics").text,
+        lambda: guarded.http.get("/metrics", headers=headers).text,
     )
 
 
