@@ -150,11 +150,10 @@ def test_a_download_that_is_refused_says_why(server: Corral) -> None:
     answer = server.http.post("/api/pull", json={"model": "other/name", "stream": False})
     assert (answer.status_code, "no such repository" in answer.text) == (400, True)
     with server.http.stream("POST", "/api/pull", json={"model": "qwen3"}) as streamed:
-        lines = []
+        lines = list[str]()
         with pytest.raises(httpx.RemoteProtocolError):  # no valid end behind an error
-            for line in streamed.iter_lines():
-                lines.append(line)  # noqa: PERF402  # the end is an error
-        (*_, line) = lines
+            lines.extend(streamed.iter_lines())
+        line = lines[-1]
         assert ("Hugging Face repository" in line, "configuration" in line) == (True, False)
     refused = server.http.delete("/models", params={"model": "m"})
     assert (refused.status_code, "configuration" in refused.text) == (403, True)
