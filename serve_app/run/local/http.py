@@ -141,7 +141,9 @@ class BoundedHttp(HttpToolsProtocol):
             return True
         idle, slow = self._idle, self._slow
         if addresses := {**dict.fromkeys(idle.addresses()), **dict.fromkeys(slow.addresses())}:
-            worst = max(addresses, key=lambda address: len(idle.of(address)) + len(slow.of(address)))
+            worst = max(
+                addresses, key=lambda address: len(idle.of(address)) + len(slow.of(address))
+            )
             next(iter(idle.of(worst) or slow.of(worst)))._end()
             return True
         busy = self._busy.largest()

@@ -63,9 +63,12 @@ class _DyingChild(EngineChild):
             self.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
 
 
-async def test_a_model_that_no_process_could_load_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steady_s", [60.0, -1.0])
+async def test_a_model_that_no_process_could_load_is_given_up_however_long_they_try(
+    steady_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_DyingChild, "n_started", 0)
+    monkeypatch.setattr(handle, "_STEADY_S", steady_s)
     monkeypatch.setattr(handle, "EngineChild", _DyingChild)
     monkeypatch.setattr(handle, "_PAUSES_S", (0.0,))
     model = cast(Any, _Model("m", "m"))
@@ -124,6 +127,41 @@ async def test_a_model_that_cannot_load_again_says_why_at_once(
             with pytest.raises(EngineUnavailableError, match="cannot be loaded: it is cut"):
                 await call
         assert local.running() == frozenset()
+        on.set()
+        while local.failure is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await local.call("stats") == "stats"
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_model_whose_process_cannot_be_started_says_so_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in want of memory, when the process was killed for it."""
+    monkeypatch.setattr(_ScriptedChild, "outcomes", [None, None])
+    first, tried, on = _ScriptedChild(tmp_path), asyncio.Event(), asyncio.Event()
+
+    class NoMemory:
+        def __init__(self, _: Path) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+    async def wait(seconds: float) -> None:
+        if seconds:
+            tried.set()
+            await on.wait()
+
+    monkeypatch.setattr(handle, "_pause", wait)
+    monkeypatch.setattr(handle, "EngineChild", NoMemory)
+    local = LocalHandle(cast(Any, _Model("m", "m")), tmp_path, 1.0)
+    keeping = asyncio.create_task(local.keep(first))
+    async with asyncio.timeout(60):
+        assert await local.call("stats") == "stats"
+        _ScriptedChild.ends.pop().close()
+        await tried.wait()
+        with pytest.raises(EngineUnavailableError, match="Cannot allocate memory"):
+            await local.call("stats")
+        monkeypatch.setattr(handle, "EngineChild", _ScriptedChild)
         on.set()
         while local.failure is not None:  # noqa: ASYNC110
             await asyncio.sleep(0)
