@@ -89,7 +89,7 @@ class LocalHandle:
         self._connection: Connection | None = None
         self._replica_id = ""
         self._lost = lost_replicas(model.id)
-        self._is_up = False
+        self._is_up, self._up_at = False, 0.0
         self.failure: CorralError | None = None
         """The reason why the model cannot be loaded, if the last process could not."""
         self._is_known = asyncio.Event()
@@ -103,7 +103,6 @@ class LocalHandle:
         fail. Calls get that as an EngineUnavailableError."""
         n_failed, was_up = 0, False
         while True:
-            began = time.monotonic()
             try:
                 await self._serve(child, measures_again=not was_up)
                 self._lost.inc()
@@ -117,11 +116,12 @@ class LocalHandle:
                 logger.error("Model %s: its process cannot load it: %s", self._model.id, error)
             finally:
                 was_up = was_up or self._is_up
+                was_steady = self._is_up and time.monotonic() - self._up_at > _STEADY_S
                 self._connection, self._is_up = None, False
                 if self.failure is None:
                     self._is_known.clear()
                 await asyncio.to_thread(_wait_for_end, child)
-            n_failed = 1 if time.monotonic() - began > _STEADY_S else n_failed + 1
+            n_failed = 1 if was_steady else n_failed + 1
             pause_s = _PAUSES_S[min(n_failed, len(_PAUSES_S)) - 1]
             status = child.process.returncode
             logger.error(
@@ -165,7 +165,7 @@ class LocalHandle:
             self._connection = connection
             if self._address is not None:
                 await connection.call("attach", self._address)
-            self.failure, self._is_up = None, True
+            self.failure, self._is_up, self._up_at = None, True, time.monotonic()
             self._is_known.set()
             await lost.wait()
         finally:

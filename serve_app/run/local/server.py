@@ -188,9 +188,8 @@ class LocalServer:
     async def start(self, entry: Entry, model: ResolvedModel) -> LocalHandle:
         from serve_app.channel import routing_reports as reports
 
-        handle = LocalHandle(model, self._folder, model.num_cpus)
+        handle, child = LocalHandle(model, self._folder, model.num_cpus), EngineChild(self._folder)
         self.handles[model.id], self._entries[model.id] = handle, entry
-        child = EngineChild(self._folder)
         self._keeping[model.id] = asyncio.create_task(handle.keep(child))
         assert reports.HERE.address is not None  # the ingress listens
         await handle.attach(reports.HERE.address)

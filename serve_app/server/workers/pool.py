@@ -459,20 +459,33 @@ class WorkerPool:
             return worker
 
     async def _ask_zygote(self, ask: Callable[[Zygote], Awaitable[T]]) -> T:
-        """The zygote's answer; another one's if it has ended, or hangs. Raises like `Zygote.fork`."""
+        """The zygote's answer; another one's if it has ended, or hangs. Raises CorralError, also if that
+        one is lost; otherwise like `ask`."""
         try:
-            return await self._await_answer(ask(self._zygote))
+            return await self._await_answer(self._zygote, ask)
         except EOFError:
             self._check_is_open()
             logger.warning("The process that forks workers has ended. Starting a new one.")
             self._zygote.close()
-            self._zygote = Zygote(self._start)
-            return await self._await_answer(ask(self._zygote))
+            try:
+                self._zygote = Zygote(self._start)
+            except OSError as error:
+                message = f"No process can be started to read requests: {error.strerror}."
+                raise EngineUnavailableError(message) from error
+            return await self._ask_new(self._zygote, ask)
 
-    async def _await_answer(self, asking: Awaitable[T]) -> T:
-        answer = asyncio.ensure_future(asking)
+    async def _ask_new(self, zygote: Zygote, ask: Callable[[Zygote], Awaitable[T]]) -> T:
+        """The answer of a zygote that was just started. Raises CorralError, also if it is lost."""
+        try:
+            return await self._await_answer(zygote, ask)
+        except EOFError:
+            self._check_is_open()
+            raise EngineUnavailableError("The process that reads requests is lost.") from None
+
+    async def _await_answer(self, zygote: Zygote, ask: Callable[[Zygote], Awaitable[T]]) -> T:
+        answer = asyncio.ensure_future(ask(zygote))
         timeout_s = self._options.health_check_timeout_s
-        if not await processes.answers(answer, self._zygote.pid, timeout_s):
+        if not await processes.answers(answer, zygote.pid, timeout_s):
             logger.error("The process that forks workers was silent for %g s.", timeout_s)
             answer.cancel()
             raise EOFError
@@ -488,7 +501,7 @@ class WorkerPool:
                     await self._ask_zygote(Zygote.ping)
                 for worker in self._idle.copy():
                     await self._ping(worker)
-            except (CorralError, EOFError, OSError) as error:
+            except CorralError as error:
                 logger.warning("Workers cannot be started: %r.", error)
 
     async def _ping(self, worker: Worker) -> None:
@@ -503,10 +516,14 @@ class WorkerPool:
                 logger.error("A worker was silent for %g s.", timeout_s)
 
     async def renew(self, models: Sequence[ModelFile]) -> None:
-        """Have workers with these models from now on."""
+        """Have workers with these models from now on. Raises CorralError, and those before stay."""
         start = replace(self._start, models=tuple(models))
         zygote = Zygote(start)
-        first = await zygote.fork()
+        try:
+            first = await self._ask_new(zygote, Zygote.fork)
+        except BaseException:
+            zygote.close()
+            raise
         async with self._forking:
             self._zygote.close()
             self._start, self._zygote = start, zygote

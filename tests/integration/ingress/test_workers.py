@@ -20,6 +20,7 @@ import pytest
 from serve_app.base.errors import (
     CorralError,
     EngineClosedError,
+    EngineUnavailableError,
     InvalidRequestError,
     PermissionDeniedError,
     QueueFullError,
@@ -29,12 +30,12 @@ from serve_app.server.answering.preparation import MAX_TEXT_CHARS
 from serve_app.server.answering.vectors import MAX_NUMBERS, ComputedVectors
 from serve_app.server.http import request_context
 from serve_app.server.http.request_context import Caller
-from serve_app.server.model_registry import ModelFile, ModelInfo
+from serve_app.server.model_registry import ModelFile, ModelInfo, Models
 from serve_app.server.workers import pool as pool_module
 from serve_app.server.workers import wire
 from serve_app.server.workers import worker as worker_module
-from serve_app.server.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool
-from serve_app.server.workers.worker import SHORTEST_NS, STACK_BYTES
+from serve_app.server.workers.pool import NICENESS, QUICK_BYTES, SMALL_BYTES, WorkerPool, Zygote
+from serve_app.server.workers.worker import SHORTEST_NS, STACK_BYTES, Start
 from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.ingress import work
 
@@ -362,6 +363,29 @@ async def test_the_zygote_is_started_again(pool: WorkerPool) -> None:
         await pool.run("a", work.crash, b"x")  # the idle worker goes, too
     second = await pool.run("a", work.pid, b"")
     assert second != first
+
+
+async def test_work_is_refused_if_the_process_that_forks_is_lost_again_and_again(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who adds a model meanwhile is refused, too, and leaves no process behind."""
+    lost = []
+
+    class Lost(Zygote):
+        def __init__(self, start: Start, models: Models | None = None) -> None:
+            super().__init__(start, models)
+            lost.append(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool_module, "Zygote", Lost)
+        os.kill(pool._zygote.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailableError):
+            await pool.run("a", work.pid, b"")
+        with pytest.raises(EngineUnavailableError):
+            await pool.renew([FILE])
+        assert not is_alive(lost[-1])
+    assert await pool.run("a", work.pid, b"")
 
 
 @pytest.fixture

@@ -63,9 +63,12 @@ class _DyingChild(EngineChild):
             self.process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
 
 
-async def test_a_model_that_no_process_could_load_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steady_s", [60.0, -1.0])
+async def test_a_model_that_no_process_could_load_is_given_up_however_long_they_try(
+    steady_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_DyingChild, "n_started", 0)
+    monkeypatch.setattr(handle, "_STEADY_S", steady_s)
     monkeypatch.setattr(handle, "EngineChild", _DyingChild)
     monkeypatch.setattr(handle, "_PAUSES_S", (0.0,))
     model = cast(Any, _Model("m", "m"))
