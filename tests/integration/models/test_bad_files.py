@@ -102,7 +102,8 @@ def test_a_start_leaves_the_model_out(bad: tuple[dict[str, Any], str], only_here
 
 
 def test_another_machine_may_have_the_file(tmp_path: Path) -> None:
-    app, left_out = parse({"models": [entry("far", {"path": str(missing(tmp_path))})]}), {}
+    left_out: dict[str, str] = {}
+    app = parse({"models": [entry("far", {"path": str(missing(tmp_path))})]})
     assert [one.id for one in resolve_all(app, left_out=left_out)] == ["far"]
     assert not left_out
 
