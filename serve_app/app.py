@@ -60,7 +60,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def application(args: dict[str, Any], file: Path | None = None) -> Application:
-    """The application for these `args`, which `file` has if one is given.
+    """The application for these `args`, which `file` has if one is given: all replicas are on this machine.
 
     Raises RayServeException with one message that names the fields that are wrong: the only kind of error
     that Serve shows as it is, and does not try again.
@@ -73,7 +73,7 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
         check_serve(app, file)
         refuse_strangers(app.ingress)
         left_out: dict[str, str] = {}
-        models = resolve_all(app, left_out=left_out)
+        models = resolve_all(app, left_out=left_out, only_here=file is not None)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     settings = settings_for(app, left_out, proxy_hides_strangers=proxy_hides_strangers())

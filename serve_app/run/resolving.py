@@ -55,12 +55,14 @@ def resolve(
     more_may_come: bool = False,
     n_resolved: int = 0,
     left_out: dict[str, str] | None = None,
+    only_here: bool = False,
 ) -> list[ResolvedModel]:
     """Decide what the configuration leaves open, from what the model files begin with and from a machine,
     by default this one: all models must fit on it, but of those that are loaded on demand, so many at
     once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
     and are not in the result. With `left_out`, a model whose files cannot be used is not in the result
-    either, and the reason is put there. Raises ConfigError that names the model."""
+    either, and the reason is put there. With `only_here`, no replica runs on another machine, which may
+    have files that this one lacks. Raises ConfigError that names the model."""
     here = here or machine.read_machine()
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
@@ -75,7 +77,7 @@ def resolve(
         if names_its_share(model):
             share = plan.whole_share(here, n_places)
         try:
-            undecided = _resolve(model, share, here, n_places, downloads)
+            undecided = _resolve(model, share, here, n_places, downloads, only_here=only_here)
         except (ConfigError, OSError) as error:
             if left_out is None or not isinstance(error, _FileError):
                 raise ConfigError(f"models ({model.id}): {error}") from None
@@ -92,10 +94,15 @@ def resolve(
 
 
 def resolve_all(
-    app: AppConfig, n_resolved: int = 0, left_out: dict[str, str] | None = None
+    app: AppConfig,
+    n_resolved: int = 0,
+    left_out: dict[str, str] | None = None,
+    *,
+    only_here: bool = False,
 ) -> list[ResolvedModel]:
-    """All models of an application but the first `n_resolved`, with nothing left open. `left_out` gets the
-    reasons of those whose files cannot be used, unless that is all. Raises ConfigError."""
+    """All models of an application but the first `n_resolved`, with nothing left open: see `resolve`.
+    `left_out` gets the reasons of those whose files cannot be used, unless that is all. Raises
+    ConfigError."""
     return [
         replace(
             model,
@@ -110,6 +117,7 @@ def resolve_all(
             more_may_come=app.manage_models,
             n_resolved=n_resolved,
             left_out=left_out,
+            only_here=only_here,
         )
     ]
 
@@ -161,7 +169,13 @@ def names_its_share(model: ModelConfig) -> bool:
 
 
 def _resolve(
-    model: ModelConfig, share: Share, here: Machine, n_models: int, downloads: DownloadsConfig
+    model: ModelConfig,
+    share: Share,
+    here: Machine,
+    n_models: int,
+    downloads: DownloadsConfig,
+    *,
+    only_here: bool,
 ) -> ResolvedModel:
     defaults, stages = model_defaults(model.defaults), model.engine.stages
     memory_bytes = here.memory_bytes // n_models
@@ -172,7 +186,7 @@ def _resolve(
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
     with _files():
-        source, projector, needs = _look_up(model, downloads)
+        source, projector, needs = _look_up(model, downloads, only_here=only_here)
         adapters = tuple(pinned_adapter(one, downloads) for one in model.adapters)
         draft = pinned_source("engine.draft", draft_source(model), downloads)
     if stages > 1:
@@ -297,14 +311,14 @@ def _num_cpus(model: ModelConfig, share: Share, here: Machine) -> float:
 
 
 def _look_up(
-    model: ModelConfig, downloads: DownloadsConfig
+    model: ModelConfig, downloads: DownloadsConfig, *, only_here: bool
 ) -> tuple[ModelSource, ProjectorSource | None, ModelNeeds | None]:
     """The sources of the model and of its projector at the version that they are now, and what the model
     needs, without its weights: None if it can be neither found here nor asked for, and the configuration
     leaves nothing open. Raises ConfigError for a model that cannot be served."""
     path = None if model.source.path is None else model.source.path.expanduser()
     is_sized = _names_its_slots(model)
-    if is_sized and path is not None and not path.exists():
+    if is_sized and not only_here and path is not None and not path.exists():
         # Replicas look for themselves.
         return model.source, _projector(model, model.source, None, downloads), None
     try:

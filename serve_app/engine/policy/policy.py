@@ -213,10 +213,11 @@ class SlotPolicy:
     ) -> CorralError | None:
         """Refuse a request that would wait too long, or be answered later than it may be."""
         first, end = math.prod(forecast.first_token), math.prod(forecast.end)
+        margin = forecast.first_token.margin
         alone_s, likely_s = first * expected.alone_s, first * expected.first_token_s
         if not request.background:  # what takes long by itself may take twice as long
             bound_s = max(self._max_first_token_s, 2 * alone_s)
-            if refusal := _late("first token", likely_s, bound_s, QueueFullError):
+            if refusal := _late("first token", likely_s, bound_s, margin, QueueFullError):
                 return refusal
         first_within_s, end_within_s = request.deadline
         if alone_s > first_within_s or end * expected.end_alone_s > end_within_s:
@@ -224,8 +225,9 @@ class SlotPolicy:
                 f"Even alone, the request would have its first token after {expected.alone_s:.2f} seconds, "
                 f"and its end after {expected.end_alone_s:.2f}, by the forecast."
             )
-        return _late("first token", likely_s, first_within_s, DeadlineError) or _late(
-            "end", end * expected.end_s, end_within_s, DeadlineError
+        end_s, end_margin = end * expected.end_s, forecast.end.margin
+        return _late("first token", likely_s, first_within_s, margin, DeadlineError) or _late(
+            "end", end_s, end_within_s, end_margin, DeadlineError
         )
 
     def start(self, sequence: Sequence) -> bool:
@@ -436,12 +438,14 @@ def _outstanding_s(item: Candidate) -> float:
 
 
 def _late(
-    what: str, likely_s: float, bound_s: float, kind: type[RateLimitError]
+    what: str, likely_s: float, bound_s: float, margin: float, kind: type[RateLimitError]
 ) -> RateLimitError | None:
+    """Refuses what would take too long. `likely_s` has that margin, so in each second of work that gets
+    done, it falls by so many."""
     if likely_s <= bound_s:
         return None
     return kind(
         f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
         f"{bound_s:.2f} at most.",
-        max(1, math.ceil(likely_s - bound_s)),
+        max(1, math.ceil((likely_s - bound_s) / margin)),
     )

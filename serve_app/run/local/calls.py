@@ -94,10 +94,10 @@ class Connection(asyncio.Protocol):
     async def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the other end. A CorralError is returned. Cancelling ends the call there. Raises
         EngineFailedError if the other end is lost meanwhile, or fails in any other way."""
-        number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
             raise _loss()
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
         self._send(CallMessage(number, method, tuple(map(pack, arguments))))
         try:
             return await answer

@@ -263,7 +263,7 @@ def serve(config: Path, content: Content, events: int | None) -> str | None:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
             left_out: dict[str, str] = {}
-            models = resolve_all(app, left_out=left_out)
+            models = resolve_all(app, left_out=left_out, only_here=True)
             settings = settings_for(app, left_out)
             pairs = list(zip(app.models, children, strict=True))
             for model, child in pairs:

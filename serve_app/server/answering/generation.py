@@ -91,11 +91,12 @@ class RequestMeter:
         self._caller, self._model, self._request = caller, model, request
         self._prepared = time.monotonic_ns()
         self._n_prompt, self._n_tokens, self._n_counted = len(request.prompt), 0, 0
-        self._is_running = self._has_ended = self._is_due = False
+        self._has_ended = self._is_due = False
+        self.is_accepted = False
 
     def on_accept(self) -> None:
-        if not self._is_running:
-            self._is_running = True
+        if not self.is_accepted:
+            self.is_accepted = True
             n_prompt = self._n_prompt if self._counts_prompt else 0
             self._count({"requests": 1, "prompt_tokens": n_prompt})
 
@@ -131,8 +132,7 @@ class RequestMeter:
         self._count_new()
         self._has_ended = True
         reason = FinishReason.ERROR if isinstance(error, Exception) else FinishReason.ABORT
-        is_refused = reason is FinishReason.ERROR and not self._is_running
-        self._count({"refused": 1} if is_refused else _OUTCOMES[reason])
+        self._count(_OUTCOMES[reason] if self.is_accepted else {"refused": 1})
 
     def _count_new(self) -> None:
         n_new, self._n_counted = self._n_tokens - self._n_counted, self._n_tokens
@@ -199,6 +199,9 @@ class Deltas:
         self._open.clear()
         for meter in self._meters:
             meter.on_close(error)
+        has_left = not isinstance(error, Exception)
+        if has_left and not any(meter.is_accepted for meter in self._meters):
+            self._caller.give_back()
         self._caller.settle()
         for reader in self._readers:
             reader.cancel()

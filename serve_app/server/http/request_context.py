@@ -94,7 +94,7 @@ class UsageCounts(TypedDict, total=False):
     """Requests whose clients left."""
     failed: int
     refused: int
-    """Requests that no engine accepted."""
+    """Requests that no engine accepted, also because their clients left before."""
     prompt_tokens: int
     cached_tokens: int
     """Tokens of these prompts that were in the KV cache."""
@@ -261,10 +261,14 @@ class Caller:
         if self.account is None:
             return
         if status in _REFUSALS:
-            if self._reserved is not None and not self._is_computed:
-                self._reserved.give_back()
+            self.give_back()
         elif self._is_running and status < HTTPStatus.BAD_REQUEST:
             self.account.on_success()
+
+    def give_back(self) -> None:
+        """Note that nothing was done for the request: its prompts are not charged."""
+        if self._reserved is not None and not self._is_computed:
+            self._reserved.give_back()
 
     def keep_charge(self) -> None:
         """Note that the prompts were used: they stay charged, whatever becomes of the answer."""

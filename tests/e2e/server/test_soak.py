@@ -13,11 +13,12 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ KILL_EVERY_S, STOP_EVERY_S, WARM_S = 120.0, 300.0, 60.0
 CHECKS = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 SILENCE_S, START_S = 15.0 + 5.0, 120.0
 """The longest times between two bytes of a stream (pings come every 15 s), and until it begins."""
-MARGIN, N_LOOKS, N_POOL = 1.05, 7, 6
-"""The last are threads that Python's pools of a process start when they first need them."""
+MARGIN, N_LOOKS = 0.05, 7
 KEYS = {name: f"sk-soak-{name:-<16}" for name in ("stays", "leaves", "asleep", "operator")}
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "seven", "green", "kites", "today"]
 
@@ -47,10 +47,16 @@ class Books:
     """What the clients counted."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    tokens: dict[str, Counter[str]] = field(default_factory=dict)
-    """The tokens of the answers that were read to their end, by key."""
+    whole: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """The answers that were read to their end, by key."""
+    read: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """What was read of the answers that were left."""
+    left: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """The requests that were left, and the most tokens that they could get."""
     longest_silence_s: float = 0.0
     longest_start_s: float = 0.0
+    longest_pause_s: float = 0.0
+    """The longest that a refused client was told to wait."""
 
 
 class Client:
@@ -59,7 +65,6 @@ class Client:
     def __init__(self, port: int, key: str, names: list[str], books: Books, seed: int) -> None:
         self._port, self._key, self._names, self._books = port, key, names, books
         self._random = random.Random(seed)
-        self._counted = books.tokens.setdefault(key, Counter())
 
     async def run(self, over: asyncio.Event) -> None:
         while not over.is_set():
@@ -69,16 +74,19 @@ class Client:
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 self._books.ends[f"{self._key} {type(error).__name__}"] += 1
             if pause_s:
-                await asyncio.sleep(pause_s)
+                self._books.longest_pause_s = max(self._books.longest_pause_s, pause_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), pause_s)
 
     async def _ask(self, name: str) -> float:
         """Read an answer; the seconds to wait if it was refused."""
-        leaves = self._key == "leaves"
+        leaves, n_most, read = self._key == "leaves", self._random.randint(4, 32), Counter[str]()
         body = {
             "model": name,
             "prompt": " ".join(self._random.choices(WORDS, k=self._random.randint(4, 60))),
-            "max_tokens": self._random.randint(4, 32),
+            "max_tokens": n_most,
             "ignore_eos": True,
+            "logprobs": 0 if leaves else None,  # so that it can count what it reads
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -88,15 +96,18 @@ class Client:
             writer.write(head("POST", "/v1/completions", self._key, json.dumps(body).encode()))
             try:
                 async with asyncio.timeout(self._random.uniform(0.0, 10.0) if leaves else None):
-                    return await self._read(reader, began)
+                    return await self._read(reader, began, read)
             except TimeoutError:
                 writer.transport.abort()
                 self._books.ends[f"{self._key} left"] += 1
+                self._books.read[self._key] += read
+                self._books.left[self._key].update(requests=1, completion=n_most)
                 return 0.0
         finally:
             writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, began: float) -> float:
+    async def _read(self, reader: asyncio.StreamReader, began: float, read: Counter[str]) -> float:
+        """Read an answer, and count in `read` what has come."""
         books, usage = self._books, None
         status = int((await reader.readline() or b"- 0 -").split()[1])
         books.longest_start_s = max(books.longest_start_s, time.monotonic() - began)
@@ -110,6 +121,7 @@ class Client:
             code = error.get("code", "cut")
             books.ends[f"{self._key} {status} {code}"] += 1
             return float(headers.get("retry-after", 1))
+        read["requests"] = 1
         last, is_whole = time.monotonic(), False
         while line := await reader.readline():
             books.longest_silence_s = max(books.longest_silence_s, time.monotonic() - last)
@@ -120,10 +132,12 @@ class Client:
                     books.ends[f"{self._key} error {chunk['error']['code']}"] += 1
                     return 0.0
                 usage = chunk.get("usage") or usage
+                for choice in chunk["choices"]:
+                    read["completion"] += len((choice["logprobs"] or {}).get("tokens", ()))
             is_whole |= line.startswith(b"data: [DONE]")
         books.ends[f"{self._key} {'whole' if is_whole and usage else 'cut'}"] += 1
         if usage is not None:
-            self._counted.update(
+            books.whole[self._key].update(
                 requests=1, prompt=usage["prompt_tokens"], completion=usage["completion_tokens"]
             )
         return 0.0
@@ -166,25 +180,39 @@ class Held:
 
 def held(server: Corral) -> Held:
     """What they hold now, but for the connections of the clients: refused ones wait without any."""
-    mib, files, threads = 0.0, -n_connections(server.port), 0
+    mib, files, threads, clients = 0.0, 0, 0, connections(server.port)
     for pid in server.pids(""):
         with suppress(OSError, IndexError):  # a worker that has ended meanwhile
             status = Path(f"/proc/{pid}/status").read_text()
             anonymous = status.partition("RssAnon:")[2].split()[0]
             n_threads = status.partition("Threads:")[2].split()[0]
             mib, threads = mib + int(anonymous) / 2**10, threads + int(n_threads)
-            files += len([*Path(f"/proc/{pid}/fd").iterdir()])
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    files += str(file.readlink()) not in clients
     return Held(mib, files, threads)
 
 
-def n_connections(port: int) -> int:
-    """The connections to that port of loopback. Source: proc(5), `/proc/net/tcp`: state 1 is open."""
+def connections(port: int) -> set[str]:
+    """The connections to that port of loopback, as descriptors name them. Source: proc(5), `/proc/net/tcp`:
+    state 10 listens."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(line[1].endswith(f":{port:04X}") and line[3] == "01" for line in lines)
+    own = (line for line in lines if line[1].endswith(f":{port:04X}") and line[3] != "0A")
+    return {f"socket:[{line[9]}]" for line in own}
+
+
+def has_replica(server: Corral) -> bool:
+    try:
+        return bool(server.replicas())
+    except (httpx.HTTPError, KeyError, ValueError):
+        return False
 
 
 async def median_held(server: Corral) -> Held:
-    """The medians of some seconds: a model may just be loaded, or a process be started again."""
+    """The medians of some seconds: a model may just be loaded. The first model's process is up again."""
+    async with asyncio.timeout(START_S):
+        while not await asyncio.to_thread(has_replica, server):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
     seen = []
     for _ in range(N_LOOKS):
         seen.append(await asyncio.to_thread(held, server))
@@ -238,8 +266,9 @@ def server(gguf: Path) -> Iterator[Corral]:
             corral.stop()
 
 
-async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[str, int]]:
-    """The clients' books, what the server held after the first minute and at the end, and what was done."""
+async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, Counter[str]]:
+    """The clients' books, what the server held after the first minute and at the end, and what was done.
+    The first minute has one of each: pools start threads when they first need them."""
     books, over, warm_s = Books(), asyncio.Event(), min(WARM_S, seconds / 4)
     keys = ["leaves" if i % 3 == 0 else "stays" for i in range(N_STREAMS - N_ASLEEP)]
     clients = [
@@ -253,7 +282,10 @@ async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[
             group.create_task(be_idle(server.port, over))
         for client in clients:
             group.create_task(client.run(over))
-        await asyncio.sleep(warm_s)
+        warmed = asyncio.get_running_loop().time() + warm_s
+        done = Counter(kills=await hurt(server, signal.SIGKILL, warm_s / 4, warm_s / 3))
+        done["stops"] = await hurt(server, signal.SIGSTOP, warm_s / 4, warm_s / 3)
+        await asyncio.sleep(warmed - asyncio.get_running_loop().time())
         first = await median_held(server)
         left_s = seconds - warm_s - 2 * N_LOOKS
         kills = group.create_task(
@@ -265,19 +297,26 @@ async def soak(server: Corral, seconds: float) -> tuple[Books, Held, Held, dict[
         await asyncio.sleep(left_s)
         last = await median_held(server)
         over.set()
-    return books, first, last, {"kills": kills.result(), "stops": stops.result()}
+    done.update(kills=kills.result(), stops=stops.result())
+    return books, first, last, done
 
 
-def used(server: Corral) -> dict[str, dict[str, int]]:
-    """The counts of the ledger, by key."""
+def used(server: Corral) -> dict[str, Counter[str]]:
+    """The counts of the ledger, by key, and what its budgets have spent."""
     page = server.http.get("/v1/usage", params={"group_by": "api_key_id", "bucket_width": "1d"})
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = defaultdict(Counter)
     for bucket in page.json()["data"]:
         for row in bucket["results"]:
-            counts = found.setdefault(row["api_key_id"], Counter())
-            counts["requests"] += row["num_model_requests"]
-            counts["prompt"] += row["input_tokens"]
-            counts["completion"] += row["output_tokens"]
+            found[row["api_key_id"]].update(
+                requests=row["num_model_requests"],
+                prompt=row["input_tokens"],
+                completion=row["output_tokens"],
+                **{name: row[name] for name in ("completed", "aborted", "failed")},
+            )
+    with closing(sqlite3.connect(server.directory / "usage" / "ledger.sqlite")) as file:
+        query = "SELECT key, SUM(amount) FROM spent WHERE period = 'tokens per day' GROUP BY key"
+        for key, spent in file.execute(query):
+            found[key]["spent"] += int(spent)
     return found
 
 
@@ -299,20 +338,30 @@ def test_a_server_that_is_treated_badly_ends_as_it_began(
 ) -> None:
     seconds = float(request.config.getoption("--soak-seconds"))
     books, first, last, done = asyncio.run(soak(server, seconds))
-    stats = settled(server)
+    stats, ledger = settled(server), used(server)
     print(json.dumps({"ends": books.ends, **done}), first, last)
-    print(f"start {books.longest_start_s:.1f} s, silence {books.longest_silence_s:.1f} s")
-    assert min(done.values()) > 0
+    print(
+        f"start {books.longest_start_s:.1f} s, silence {books.longest_silence_s:.1f} s, "
+        f"told to wait {books.longest_pause_s:g} s"
+    )
+    for key, counts in ledger.items():
+        print(key, dict(counts), *(vars(books)[name][key] for name in ("whole", "read", "left")))
+    assert min(done.values()) > 1
     assert all(slot["request_id"] is None for slot in stats["slots"])
     assert len(stats["slots"]) == N_SLOTS
-    for what, more in (("mib", 0), ("files", 8), ("threads", N_POOL)):
-        assert getattr(last, what) <= MARGIN * getattr(first, what) + more, what
     bad = [end for end in books.ends if not end.endswith((" whole", " left"))]
     assert all(" 429 " in end or " 503 " in end for end in bad), books.ends
     assert books.longest_start_s <= START_S
     assert books.longest_silence_s <= SILENCE_S
-    ledger = used(server)
-    for key in ("stays", "asleep"):
-        assert ledger[key] == books.tokens[key], key
-    assert ledger["leaves"]["requests"] >= books.tokens["leaves"]["requests"]
-    assert ledger["leaves"]["completion"] >= books.tokens["leaves"]["completion"]
+    for key in ("stays", "leaves", "asleep"):
+        counts, whole, left = ledger[key], books.whole[key], books.left[key]
+        assert counts["failed"] == 0, key
+        assert counts["requests"] == counts["completed"] + counts["aborted"], key
+        assert counts["spent"] == counts["prompt"] + counts["completion"], key
+        for what in ("requests", "completion"):
+            assert whole[what] + books.read[key][what] <= counts[what] <= whole[what] + left[what]
+        assert counts["prompt"] >= whole["prompt"], key
+        if not left:
+            assert counts["prompt"] == whole["prompt"], key
+    for what in ("mib", "files", "threads"):
+        assert getattr(last, what) == pytest.approx(getattr(first, what), rel=MARGIN), what

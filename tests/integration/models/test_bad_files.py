@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.app import build
+from serve_app.app import application, build
 from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.config.schema import parse
 from serve_app.run.resolving import check_files, resolve_all
@@ -88,14 +88,30 @@ def test_a_check_opens_what_belongs_to_a_model(key: str, tmp_path: Path) -> None
     assert "missing.gguf" in problems["good"]
 
 
-def test_a_start_leaves_the_model_out(bad: tuple[dict[str, Any], str]) -> None:
+@pytest.mark.parametrize("only_here", [False, True])
+def test_a_start_leaves_the_model_out(bad: tuple[dict[str, Any], str], only_here: bool) -> None:
     model, reason = bad
-    del model["engine"]  # its size is to be looked up
+    if not only_here:
+        del model["engine"]  # its size is to be looked up
     app, left_out = parse({"models": [model, GOOD]}), dict[str, str]()
-    assert [one.id for one in resolve_all(app, left_out=left_out)] == ["good"]
+    resolved = resolve_all(app, left_out=left_out, only_here=only_here)
+    assert [one.id for one in resolved] == ["good"]
     assert reason in left_out["bad"]
     with pytest.raises(ConfigError, match=r"models \(bad\)"):
-        resolve_all(parse({"models": [model]}), left_out={})
+        resolve_all(parse({"models": [model]}), left_out={}, only_here=only_here)
+
+
+def test_another_machine_may_have_the_file(tmp_path: Path) -> None:
+    left_out: dict[str, str] = {}
+    app = parse({"models": [entry("far", {"path": str(missing(tmp_path))})]})
+    assert [one.id for one in resolve_all(app, left_out=left_out)] == ["far"]
+    assert not left_out
+
+
+def test_one_machine_has_no_other_one(tmp_path: Path) -> None:
+    models = [entry("bad", {"path": str(missing(tmp_path))}), GOOD]
+    bound: Any = application({"models": models}, tmp_path / "serve_config.yaml")
+    assert [model.id for model in bound._bound_deployment.init_args[0]] == ["good"]
 
 
 def test_an_application_on_ray_leaves_the_model_out(tmp_path: Path) -> None:

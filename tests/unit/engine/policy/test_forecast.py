@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from serve_app.base.errors import QueueFullError
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.engine import EngineOptions
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.costs.cost_model import CostModel, Profile
-from serve_app.engine.policy.forecast import Backlog, ForecastErrors
+from serve_app.engine.policy.forecast import Backlog, Correction, ForecastErrors
+from serve_app.engine.policy.policy import SlotPolicy
 
 COSTS = CostModel(Profile({1: 0.05, 4: 0.08}, {16: 0.16, 100: 0.5}))
 
 
-def waiting(n_prompt: int, max_tokens: int | None, client: str = "") -> Sequence:
+def waiting(n_prompt: int, max_tokens: int | None, client: str = "", name: str = "a") -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens)
-    request = GenerationRequest("a", (1,) * n_prompt, sampling, client)
+    request = GenerationRequest(name, (1,) * n_prompt, sampling, client)
     return Sequence(request, lambda delta: None)
 
 
@@ -196,3 +201,21 @@ def test_a_short_forecast_teaches_little_and_no_error_counts_without_end() -> No
     for _ in range(1000):
         errors.learn(1.0, 1000.0)
     assert errors.correction.bias == pytest.approx(4)
+
+
+def refusal_behind(n: int) -> object:
+    """What a request gets behind so many of a second each, if forecasts hardly exceed themselves twice."""
+    backlog, others = Backlog(COSTS, n_slots=4), [waiting(1, 50, name=str(i)) for i in range(n)]
+    policy = SlotPolicy(EngineOptions(4, 64, 1, max_waiting=99, max_first_token_s=20.0))
+    for other in others:
+        assert policy.accepts(other, backlog.forecast([]), []) == {}
+    forecast = replace(backlog.forecast(others), first_token=Correction(1.0, 2.0))
+    return policy.accepts(waiting(1, 50), forecast, [])
+
+
+def test_who_is_refused_is_told_when_there_is_time() -> None:
+    """Work is done at the forecast's pace, without its margin."""
+    refusal = refusal_behind(40)
+    assert isinstance(refusal, QueueFullError)
+    assert refusal_behind(40 - refusal.retry_after_s) == {}
+    assert isinstance(refusal_behind(40 - refusal.retry_after_s // 2), QueueFullError)

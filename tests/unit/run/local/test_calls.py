@@ -131,6 +131,7 @@ async def test_calls_fail_when_the_process_is_lost(pair: Callable[[], Any]) -> N
         await replica.cancelled.wait()
     with pytest.raises(EngineFailedError, match="lost"):
         await client.call("stats")
+    assert client.n_calls == 0
 
 
 @pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode([0, "no_such_method", []])])

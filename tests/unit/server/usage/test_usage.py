@@ -6,7 +6,9 @@ import asyncio
 import csv
 import hashlib
 import io
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import yaml
 
 from serve_app.base.errors import EngineFailedError, QueueFullError
-from serve_app.base.types import TokenDelta
+from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
 from serve_app.config.schema import IngressConfig, PriceConfig
 from serve_app.server.model_registry import ServedModel
 from serve_app.server.usage.ledger import Ledger
@@ -30,7 +32,12 @@ async def server(
     engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
     keys = [
-        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "admin": name == "op"}
+        {
+            "name": name,
+            "sha256": hashlib.sha256(key.encode()).hexdigest(),
+            "admin": name == "op",
+            "tokens_per_day": 10**6,
+        }
         for name, key in KEYS.items()
     ]
     (tmp_path / "keys").write_text(yaml.safe_dump({"keys": keys}))
@@ -55,6 +62,13 @@ async def used(server: httpx.AsyncClient, name: str = "op", **query: Any) -> lis
     answer = await server.get("/v1/usage", params=query, headers=by(name))
     assert answer.status_code == 200, answer.text
     return [result for bucket in answer.json()["data"] for result in bucket["results"]]
+
+
+def spent(folder: Path) -> float:
+    """What is spent of all budgets, once `used` has had the ledger written."""
+    with closing(sqlite3.connect(folder / "usage" / "ledger.sqlite")) as file:
+        (amount,) = file.execute("SELECT TOTAL(amount) FROM spent").fetchone()
+    return float(amount)
 
 
 class Reached(asyncio.Event):
@@ -108,7 +122,7 @@ async def test_embedded_texts_are_counted(server: httpx.AsyncClient) -> None:
 
 
 async def test_tokens_of_a_stream_that_its_client_leaves_are_counted(
-    server: httpx.AsyncClient, engine: ScriptedEngine
+    server: httpx.AsyncClient, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     both_came = Reached()
     engine.script = [TokenDelta("a", (1,)), TokenDelta("b", (2,)), both_came]
@@ -122,6 +136,30 @@ async def test_tokens_of_a_stream_that_its_client_leaves_are_counted(
     (result,) = await used(server)
     assert (result["input_tokens"], result["output_tokens"]) == (4, 2)
     assert (result["aborted"], result["completed"], result["num_model_requests"]) == (1, 0, 1)
+    assert spent(tmp_path) == 4 + 2
+
+
+async def test_a_request_that_its_client_leaves_before_it_is_accepted_costs_nothing(
+    server: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    asked = Reached()
+
+    async def generate(_: GenerationRequest) -> AsyncIterator[Accepted]:
+        await asked.wait()
+        yield Accepted()
+
+    monkeypatch.setattr(engine, "generate", generate)
+    body = {"prompt": "four", "stream": True}
+    posting = asyncio.create_task(server.post("/v1/completions", json=body, headers=by("ana")))
+    await asyncio.wait_for(asked.passed.wait(), 10)
+    posting.cancel()
+    await asyncio.gather(posting, return_exceptions=True)
+    (result,) = await used(server)
+    assert (result["refused"], result["aborted"], result["num_model_requests"]) == (1, 0, 0)
+    assert (result["input_tokens"], spent(tmp_path)) == (0, 0)
 
 
 @pytest.mark.parametrize(
