@@ -1,14 +1,18 @@
-"""The page in the browser: static files, which need no key, and what browsers may do with them."""
+"""The page in the browser: static files, which need no key, and what browsers may do with them.
+
+Anybody may ask for them, as often as they like. So they are read once, and an answer costs no thread.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import hashlib
+import mimetypes
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.staticfiles import StaticFiles
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.server.access.network import NetworkPolicy
@@ -38,6 +42,38 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-cache",  # it may be kept, and is asked about each time
 }
+_PART = 64 * 2**10
+"""The bytes that are handed over at once: a client that reads no more gets no more."""
+
+
+class _File:
+    """A file of the page, and its answers."""
+
+    def __init__(self, path: Path) -> None:
+        body = path.read_bytes()
+        self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        self._parts = [body[begin : begin + _PART] for begin in range(0, len(body), _PART)]
+        headers = _HEADERS | {"ETag": self._tag}
+        self._not_modified = Response(status_code=304, headers=headers).raw_headers
+        media_type = mimetypes.guess_type(path)[0] or "text/plain"
+        headers |= {"Content-Length": str(len(body))}
+        self._whole = Response(headers=headers, media_type=media_type).raw_headers
+
+    async def answer(self, scope: Scope, _: Receive, send: Send) -> None:
+        """Send it, unless the client has it."""
+        tags = Headers(scope=scope).get("if-none-match", "").split(",")
+        is_known = self._tag in [tag.strip().removeprefix("W/") for tag in tags]
+        status, headers = (304, self._not_modified) if is_known else (200, self._whole)
+        await send({"type": "http.response.start", "status": status, "headers": [*headers]})
+        for part in () if is_known else self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """The page's files, by their names in its folder."""
+    return {str(path.relative_to(FOLDER)): _File(path) for path in FOLDER.rglob("*.*")}
 
 
 class Page:
@@ -49,17 +85,12 @@ class Page:
     ) -> None:
         self._app = app
         self._may_see = network.is_local if switch == "auto" else network.is_known_name
-        self._files = StaticFiles(directory=FOLDER)
+        self._files = _files()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = self._name(scope)
-        if name is not None:
-            with suppress(HTTPException):  # no such file: the rest of the application answers
-                response = await self._files.get_response(name, scope)
-                response.headers.update(_HEADERS)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        file = None if name is None else self._files.get(name)
+        await (self._app if file is None else file.answer)(scope, receive, send)
 
     def _name(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):

@@ -4,15 +4,19 @@ Each request has an id, its client's or a new one, and the answer tells it, as w
 names have capitals, as llama-server writes them: some of its clients compare them by letter.
 
 A connection waits for its client, or its client waits for it. At the limit, those that wait for their
-clients end for newcomers.
+clients end for newcomers: of the address that has most of them, those that have waited for long, and first
+those that read no answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import resource
+import socket
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from enum import IntEnum
 from functools import cache
@@ -50,9 +54,14 @@ STALLED_S = 600.0
 """The longest time that a client may take nothing of its answer."""
 _LINGER_S = 2.0
 """The time in which a client can read why it is refused, while what it sends is dropped."""
-_NEW_S = 5.0
-"""A connection that is idle for less may be a newcomer's, whose request is on its way."""
+_SOON_S = 5.0
+"""What a connection has waited for less long may be on its way."""
+_UNSENT_BYTES = 64 * 2**10
+"""The most bytes of an answer that the kernel keeps, beyond those on their way. By itself, it keeps some
+megabytes for a client that reads nothing. Source: ip-sysctl.rst of Linux, `tcp_notsent_lowat`."""
 MOST_CONNECTIONS = 4096
+_MOST_REFUSED = 64
+"""The most connections beyond the limit, which only read why they are refused."""
 _OTHER_FILES = 256
 GIVEN_UP_S = 5.0
 """The longest time that clients may take to read the last of answers that were given up."""
@@ -78,40 +87,59 @@ class _Part(IntEnum):
     BODY = 2
 
 
-class _Group:
-    """Connections in one state by their clients' addresses, those that are in it for longest first."""
+class _State(IntEnum):
+    """The thing that a connection waits for. Those that have waited for long end in this order."""
+
+    READER = 0
+    REQUEST = 1
+    BODY = 2
+    ANSWER = 3
+
+
+class _Client:
+    """An address's connections, by their states: those that are in one for longest come first."""
 
     def __init__(self) -> None:
-        self._by_address: dict[str, dict[BoundedHttp, None]] = {}
+        self._by_state: list[dict[BoundedHttp, float]] = [{} for _ in _State]
 
-    def add(self, connection: BoundedHttp) -> None:
-        self._by_address.setdefault(connection.address, {})[connection] = None
+    def add(self, connection: BoundedHttp, state: _State, now: float) -> None:
+        """Note that it is in this state from now on."""
+        self._by_state[state][connection] = now
 
-    def remove(self, connection: BoundedHttp) -> None:
-        same = self.of(connection.address)
-        same.pop(connection, None)
-        if not same:
-            self._by_address.pop(connection.address, None)
+    def remove(self, connection: BoundedHttp, state: _State) -> None:
+        """Forget it, if it is in this state."""
+        self._by_state[state].pop(connection, None)
 
-    def of(self, address: str) -> dict[BoundedHttp, None]:
-        return self._by_address.get(address, {})
+    @property
+    def n_waiting(self) -> int:
+        """The connections that wait for their clients."""
+        return sum(map(len, self._by_state[: _State.ANSWER]))
 
-    def addresses(self) -> Collection[str]:
-        return self._by_address.keys()
+    @property
+    def n_busy(self) -> int:
+        """The connections whose clients wait."""
+        return len(self._by_state[_State.ANSWER])
 
-    def largest(self) -> dict[BoundedHttp, None]:
-        """The connections of the address that has most; none if the group is empty."""
-        return max(self._by_address.values(), key=len, default={})
+    def least_missed(self, now: float) -> BoundedHttp:
+        """The one to end of those that wait for their clients, of which there is one at least."""
+        firsts: list[tuple[bool, int, float, BoundedHttp]] = []
+        for state, connections in enumerate(self._by_state[: _State.ANSWER]):
+            for connection, since in itertools.islice(connections.items(), 1):
+                is_soon = now - since < _SOON_S
+                firsts.append((is_soon, 0 if is_soon else state, since, connection))
+        return min(firsts, key=lambda first: first[:3])[3]
+
+    def newest_busy(self) -> BoundedHttp:
+        """The one whose client has waited for the shortest time, of which there is one at least."""
+        return next(reversed(self._by_state[_State.ANSWER]))
 
 
 class BoundedHttp(HttpToolsProtocol):
     """A client's connection. The request of a client that leaves is cancelled, as Serve does it."""
 
-    _idle: ClassVar[_Group] = _Group()
-    """The connections that wait for a request, or for its head."""
-    _slow: ClassVar[_Group] = _Group()
-    """The connections that wait for a body, or for a client that reads."""
-    _busy: ClassVar[_Group] = _Group()
+    _clients: ClassVar[defaultdict[str, _Client]] = defaultdict(_Client)
+    """All connections but those that were refused at once, by their addresses."""
+    _refused: ClassVar[dict[BoundedHttp, None]] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bound the time of the first head, and the connections."""
@@ -127,35 +155,32 @@ class BoundedHttp(HttpToolsProtocol):
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
         self._stalled: asyncio.TimerHandle | None = None
-        self._group, self._since = self._idle, self.loop.time()
+        self._state = _State.REQUEST
+        wire: socket.socket = transport.get_extra_info("socket")
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._expect(HEAD_S)
         if self._has_room():
-            self._group.add(self)
+            self._clients[self.address].add(self, self._state, self.loop.time())
         else:
-            n = len(self.connections) - 1
+            self._refused[self] = None
+            if len(self._refused) > _MOST_REFUSED:
+                next(iter(self._refused))._end()
+            n = most_connections()
             self._refuse(RateLimitError(f"This server has {n} connections, which is the limit.", 1))
 
     def _has_room(self) -> bool:
-        """Whether the server may have one more connection. Of the address with most that wait for their
-        client, it ends the one that is idle for longest, or else a slow one. Slow ones go before those that
-        are idle for moments only. Without any, it ends the newest of an address that has more than this
-        one."""
-        if len(self.connections) <= most_connections():
+        """Whether the server may have one more connection. It ends one that waits for its client. Without
+        any, it ends the newest of an address that has more than this one."""
+        if len(self.connections) - len(self._refused) <= most_connections():
             return True
-        of_idle, of_slow = self._idle, self._slow
-        addresses = {**dict.fromkeys(of_idle.addresses()), **dict.fromkeys(of_slow.addresses())}
-        if addresses:
-            worst = max(addresses, key=lambda one: len(of_idle.of(one)) + len(of_slow.of(one)))
-            idle, slow = next(iter(of_idle.of(worst)), None), next(iter(of_slow.of(worst)), None)
-            is_new = idle is not None and self.loop.time() - idle._since < _NEW_S
-            waiting = slow or idle if is_new else idle or slow
-            assert waiting is not None
-            waiting._end()
+        client = max(self._clients.values(), key=lambda client: client.n_waiting)
+        if client.n_waiting > 0:
+            client.least_missed(self.loop.time())._end()
             return True
-        busy = self._busy.largest()
-        if len(busy) <= len(self._busy.of(self.address)) + 1:
+        client = max(self._clients.values(), key=lambda client: client.n_busy)
+        if client.n_busy <= self._clients[self.address].n_busy + 1:
             return False
-        next(reversed(busy))._end()
+        client.newest_busy()._end()
         return True
 
     def _end(self) -> None:
@@ -164,7 +189,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _leave(self) -> None:
         self._is_lost = True
-        self._group.remove(self)
+        self._refused.pop(self, None)
+        client = self._clients[self.address]
+        client.remove(self, self._state)
+        if client.n_waiting + client.n_busy == 0:
+            del self._clients[self.address]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request of a client that has left."""
@@ -194,14 +223,16 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_lost:
             return
         if not self._is_answering:
-            group = self._idle
+            state = _State.REQUEST
+        elif self.flow.write_paused:
+            state = _State.READER
         else:
-            is_slow = self.flow.write_paused or self._part is _Part.BODY
-            group = self._slow if is_slow else self._busy
-        if group is not self._group:
-            self._group.remove(self)
-            group.add(self)
-            self._group, self._since = group, self.loop.time()
+            state = _State.BODY if self._part is _Part.BODY else _State.ANSWER
+        if state is not self._state:
+            client = self._clients[self.address]
+            client.remove(self, self._state)
+            client.add(self, state, self.loop.time())
+            self._state = state
 
     # -- requests ---------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ from typing import Literal
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.apis.page.page import FOLDER
+from serve_app.apis.page.page import FOLDER, Page
 from serve_app.config.schema import IngressConfig
+from serve_app.server.access.network import NetworkPolicy
 from tests.doubles.api import build_api
 
 Switch = bool | Literal["auto"]
@@ -89,6 +91,33 @@ async def test_headers() -> None:
         script = await client.get("/ui/app.js")
         assert script.headers["content-type"].startswith("text/javascript")
         assert "content-security-policy" in script.headers
+
+
+@pytest.mark.parametrize("name", ["app.js", "vendor/swagger-ui.js"])
+def test_an_answer_waits_for_nothing_but_its_client_and_goes_in_parts(name: str) -> None:
+    """Nothing is read or computed for a request: whoever asks often, or reads nothing, costs little."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the page answers this")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("an answer needs nothing from its client")
+
+    page = Page(app, True, NetworkPolicy.of(IngressConfig()))
+    scope = {"type": "http", "method": "GET", "path": f"/ui/{name}", "client": ("127.0.0.1", 1)}
+    asking = page(scope | {"headers": [(b"host", b"127.0.0.1")]}, receive, send)
+    with pytest.raises(StopIteration):
+        asking.send(None)
+    body = (FOLDER / name).read_bytes()
+    assert (b"content-length", b"%d" % len(body)) in sent[0]["headers"]
+    assert b"".join(message["body"] for message in sent[1:]) == body
+    assert max(len(message["body"]) for message in sent[1:]) <= 65536
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
 
 
 @pytest.mark.parametrize("name", ["index.html", "docs.html"])

@@ -6,12 +6,15 @@ import asyncio
 import json
 import resource
 import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from serve_app.run.local import http
 from tests.unit.run.local.conftest import PATIENCE_S, Serve
@@ -335,6 +338,159 @@ async def test_answers_go_on_where_newcomers_of_their_address_find_no_room(
         assert await is_answered(wire)
     for _, writer in (*wires, other):
         writer.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def ports(serve: Serve) -> set[int]:
+    """The clients' ports of the connections that are open."""
+    return {one.client[1] for one in serve.connections() if one.client is not None}
+
+
+class Waiting:
+    """An application that echoes, that waits, and that answers at length."""
+
+    def __init__(self) -> None:
+        self.app, self.go_on = echo(), asyncio.Event()
+        self.n_begun = self.n_bytes = 0
+        """The answers that wait, and the bytes of the long one that were handed over."""
+
+        @self.app.get("/wait")
+        async def wait() -> PlainTextResponse:
+            self.n_begun += 1
+            await self.go_on.wait()
+            return PlainTextResponse("waited")
+
+        @self.app.get("/long")
+        async def long() -> StreamingResponse:
+            return StreamingResponse(self._parts())
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        for _ in range(512):
+            yield b"x" * 2**15
+            self.n_bytes += 2**15
+
+    async def wait(self, port: int, address: str = "127.0.0.1") -> Wire:
+        """A connection whose client waits for its answer."""
+        n = self.n_begun
+        wire = await from_address(address, port, GET.replace(b"/echo", b"/wait"))
+        await until(lambda: self.n_begun > n)
+        return wire
+
+
+async def unread(serve: Serve, port: int) -> Wire:
+    """A connection whose client reads none of its answer."""
+    wire = socket.create_connection(("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=wire)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(GET.replace(b"/echo", b"/long"))
+    await until(lambda: any(one.flow.write_paused for one in serve.connections()))
+    return reader, writer
+
+
+def port_of(wire: Wire) -> int:
+    port: int = wire[1].get_extra_info("sockname")[1]
+    return port
+
+
+@pytest.mark.parametrize(("soon_s", "order"), [(0.0, (2, 1, 0)), (inf, (0, 1, 2))])
+async def test_those_that_wait_for_long_end_by_what_they_wait_for_and_others_by_time(
+    soon_s: float, order: tuple[int, ...], serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads no answer is missed least, and then who asks nothing."""
+    monkeypatch.setattr(http, "most_connections", lambda: 3)
+    monkeypatch.setattr(http, "_SOON_S", soon_s)
+    waiting = Waiting()
+    port = await serve(waiting.app)
+    wires = [await connected(port, POST + b"half"), await connected(port, GET)]
+    assert await is_answered(wires[1])
+    wires.append(await unread(serve, port))
+    left = [port_of(wire) for wire in wires]
+    for expected in [port_of(wires[i]) for i in order]:
+        wires.append(await waiting.wait(port))
+        await until(lambda: len(ports(serve)) == 3)
+        assert [one for one in left if one not in ports(serve)] == [expected]
+        left.remove(expected)
+    for _, writer in wires:
+        writer.close()
+
+
+@pytest.mark.parametrize("began", [b"", GET[:9], POST, POST + b"half"])
+async def test_a_newcomer_is_not_the_first_to_end(
+    began: bytes, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever others do on the connections that they got before."""
+    monkeypatch.setattr(http, "most_connections", lambda: 4)
+    port = await serve(Waiting().app)
+    wires = [await unread(serve, port), await connected(port, GET), await connected(port, b"")]
+    assert await is_answered(wires[1])
+    newcomer = await connected(port, began)
+    await until(lambda: port_of(newcomer) in ports(serve))
+    wires += [await connected(port, GET) for _ in range(3)]
+    for wire in wires[3:]:
+        assert await is_answered(wire)
+    whole = POST + b"half here" if began.startswith(POST) else GET
+    newcomer[1].write(whole.removeprefix(began))
+    assert await is_answered(newcomer)
+    for _, writer in (*wires, newcomer):
+        writer.close()
+
+
+async def test_the_address_with_most_connections_that_wait_pays_whatever_they_wait_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 4)
+    monkeypatch.setattr(http, "_SOON_S", 0.0)
+    port = await serve(echo())
+    idle = await from_address("127.0.0.2", port, GET)
+    assert await is_answered(idle)
+    slow = [await from_address("127.0.0.3", port, POST + b"half") for _ in range(3)]
+    newcomer = await from_address("127.0.0.4", port, GET)
+    assert await is_answered(newcomer)
+    assert await closed(slow[0][0])
+    idle[1].write(GET)
+    await asyncio.wait_for(idle[0].readuntil(b"None"), PATIENCE_S)
+    assert await is_answered(idle)
+    for _, writer in (*slow, idle, newcomer):
+        writer.close()
+
+
+async def test_those_that_are_refused_at_the_limit_take_few_files(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "most_connections", lambda: 2)
+    monkeypatch.setattr(http, "_MOST_REFUSED", 3)
+    waiting = Waiting()
+    port = await serve(waiting.app)
+    wires = [await waiting.wait(port), await waiting.wait(port)]
+    for _ in range(5):
+        refused = await connected(port, b"")
+        assert b" 429 " in await asyncio.wait_for(refused[0].readline(), PATIENCE_S)
+        wires.append(refused)
+    await until(lambda: len(ports(serve)) == 2 + 3)
+    assert ports(serve) == {port_of(wire) for wire in (*wires[:2], *wires[-3:])}
+    waiting.go_on.set()
+    for wire in wires[:2]:
+        assert await is_answered(wire)
+    for _, writer in wires:
+        writer.close()
+
+
+async def test_an_answer_that_nobody_reads_is_not_kept(serve: Serve) -> None:
+    """By itself, Linux keeps 2.5 MB and more for a client on the same machine, by and by."""
+    waiting = Waiting()
+    _, writer = await unread(serve, await serve(waiting.app))
+    n_bytes = n_rounds = 0
+    while n_rounds < 1000:  # in which nothing more is handed over
+        await asyncio.sleep(0)
+        n_rounds = 0 if waiting.n_bytes > n_bytes else n_rounds + 1
+        n_bytes = waiting.n_bytes
+    assert 2**16 < n_bytes < 2**19
+    writer.close()
 
 
 async def test_the_rest_of_a_body_that_was_refused_is_read_for_a_while(
