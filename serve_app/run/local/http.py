@@ -4,8 +4,8 @@ Each request has an id, its client's or a new one, and the answer tells it, as w
 names have capitals, as llama-server writes them: some of its clients compare them by letter.
 
 A connection waits for its client, or its client waits for it. At the limit, those that wait for their
-clients end for newcomers: of the address that has most of them, those that have waited for long, and first
-those that read no answer.
+clients end for newcomers. Of the address that has most of them, those that have waited for long go first,
+and before all others those that read no answer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Part(IntEnum):
     BODY = 2
 
 
-class _State(IntEnum):
+class _Wait(IntEnum):
     """The thing that a connection waits for. Those that have waited for long end in this order."""
 
     READER = 0
@@ -100,30 +100,30 @@ class _Client:
     """An address's connections, by their states: those that are in one for longest come first."""
 
     def __init__(self) -> None:
-        self._by_state: list[dict[BoundedHttp, float]] = [{} for _ in _State]
+        self._by_state: list[dict[BoundedHttp, float]] = [{} for _ in _Wait]
 
-    def add(self, connection: BoundedHttp, state: _State, now: float) -> None:
+    def add(self, connection: BoundedHttp, state: _Wait, now: float) -> None:
         """Note that it is in this state from now on."""
         self._by_state[state][connection] = now
 
-    def remove(self, connection: BoundedHttp, state: _State) -> None:
+    def remove(self, connection: BoundedHttp, state: _Wait) -> None:
         """Forget it, if it is in this state."""
         self._by_state[state].pop(connection, None)
 
     @property
     def n_waiting(self) -> int:
         """The connections that wait for their clients."""
-        return sum(map(len, self._by_state[: _State.ANSWER]))
+        return sum(map(len, self._by_state[: _Wait.ANSWER]))
 
     @property
     def n_busy(self) -> int:
         """The connections whose clients wait."""
-        return len(self._by_state[_State.ANSWER])
+        return len(self._by_state[_Wait.ANSWER])
 
     def least_missed(self, now: float) -> BoundedHttp:
         """The one to end of those that wait for their clients, of which there is one at least."""
         firsts: list[tuple[bool, int, float, BoundedHttp]] = []
-        for state, connections in enumerate(self._by_state[: _State.ANSWER]):
+        for state, connections in enumerate(self._by_state[: _Wait.ANSWER]):
             for connection, since in itertools.islice(connections.items(), 1):
                 is_soon = now - since < _SOON_S
                 firsts.append((is_soon, 0 if is_soon else state, since, connection))
@@ -131,7 +131,7 @@ class _Client:
 
     def newest_busy(self) -> BoundedHttp:
         """The one whose client has waited for the shortest time, of which there is one at least."""
-        return next(reversed(self._by_state[_State.ANSWER]))
+        return next(reversed(self._by_state[_Wait.ANSWER]))
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -149,13 +149,13 @@ class BoundedHttp(HttpToolsProtocol):
         """The request that is answered now, and its task."""
         self._part = _Part.HEAD
         self._n_fields = self._n_framing = self._n_body = self._n_begun = 0
-        """Bytes so far of the head's or the trailers' fields, of all but the body, and of the body; and how
-        many requests began in the newest data."""
+        """Bytes so far: of the head's or the trailers' fields, of all but the body, of the body. Last is the
+        number of requests that began in the newest data."""
         self._is_refused = self._is_too_large = self._is_lost = False
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
         self._stalled: asyncio.TimerHandle | None = None
-        self._state = _State.REQUEST
+        self._state = _Wait.REQUEST
         wire: socket.socket = transport.get_extra_info("socket")
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._expect(HEAD_S)
@@ -223,11 +223,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_lost:
             return
         if not self._is_answering:
-            state = _State.REQUEST
+            state = _Wait.REQUEST
         elif self.flow.write_paused:
-            state = _State.READER
+            state = _Wait.READER
         else:
-            state = _State.BODY if self._part is _Part.BODY else _State.ANSWER
+            state = _Wait.BODY if self._part is _Part.BODY else _Wait.ANSWER
         if state is not self._state:
             client = self._clients[self.address]
             client.remove(self, self._state)
