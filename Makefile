@@ -134,10 +134,13 @@ format: $(DEV)
 
 $(READY): cluster/image/requirements.lock pyproject.toml
 	@sh cluster/preflight.sh $(PYTHON) . $(WHEELS)
-	@echo "Setting up .venv (the first time, llama.cpp is compiled: some minutes) ..."
 	@$(PYTHON) -m venv .venv
-	@$(if $(WHEELS),$(PIP) install --no-deps $(WHEELS)/llama_cpp_python-*.whl)
+	@awk '/^[^ #]/ {is_llama = /^llama-cpp-python==/} is_llama' $< > .venv/llama.txt
+	@$(if $(WHEELS),,echo "1 of 3: llama.cpp is compiled for this processor. That took 4 minutes on two cores; pip keeps the result ...")
+	@$(PIP) install --no-deps $(if $(WHEELS),$(WHEELS)/llama_cpp_python-*.whl,--require-hashes -r .venv/llama.txt)
+	@echo "2 of 3: about 100 packages are downloaded and installed. That took half a minute ..."
 	@$(PIP) install --require-hashes -r $<
+	@echo "3 of 3: Corral is installed. That takes seconds ..."
 	@$(PIP) install --no-deps -e .
 	@if [ -n "$(AMX)" ] && ! $(BIN)/python -m cluster.llama_cpp.probe; then \
 		echo "llama.cpp's AMX kernels do not work here: it is compiled again without them."; \

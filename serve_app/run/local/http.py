@@ -149,8 +149,8 @@ class BoundedHttp(HttpToolsProtocol):
         """The request that is answered now, and its task."""
         self._part = _Part.HEAD
         self._n_fields = self._n_framing = self._n_body = self._n_begun = 0
-        """Bytes so far: of the head's or the trailers' fields, of all but the body, of the body. Last is the
-        number of requests that began in the newest data."""
+        """Bytes so far: of the head's or the trailers' fields, of all but the body, of the body. Last are
+        the requests that began in the newest data."""
         self._is_refused = self._is_too_large = self._is_lost = False
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
