@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from serve_app.base import heap, locks
-from serve_app.base.errors import CorralError, EngineUnavailableError
+from serve_app.base.errors import ConfigError, CorralError, EngineUnavailableError
 from serve_app.base.locks import is_locked, lock, make_private
 from serve_app.base.types import Asleep, ReplicaRecords
 from serve_app.channel.pressure import PRESSURE
@@ -209,6 +209,9 @@ class ModelLifecycle:
                 self.loaded = await self._load()
             except Exception as error:
                 self._be_gone()
+                if isinstance(error, ConfigError):  # which is no answer of a request
+                    message = f"The model cannot be loaded: {error}"
+                    raise EngineUnavailableError(message) from error
                 if isinstance(error, CorralError):
                     raise
                 logger.exception("Model %s cannot be loaded.", self._name)

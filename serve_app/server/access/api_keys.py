@@ -6,9 +6,11 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,12 +21,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from serve_app.base.errors import AuthenticationError, ConfigError
 from serve_app.config.keys import ApiKey
 from serve_app.config.problems import describe_errors
-from serve_app.server.access.created_keys import CreatedKeys
+from serve_app.server.access.created_keys import CreatedKeys, read_file
 from serve_app.server.http.request_context import Clock
 from serve_app.server.usage.accounts import KeyAccount
 from serve_app.server.usage.ledger import Ledger
 
 logger = logging.getLogger("corral.ingress")
+
+READ_S = 5.0
+"""The longest time that a request waits until a changed file is read. The previous keys count then."""
+_MOST_NESTED = 100
+"""The deepest nesting of a key file: libyaml would end the process that reads a far deeper one."""
 
 
 class KeyFile(BaseModel):
@@ -69,7 +76,7 @@ class KeyAccounts:
         """The stamps of the files' contents that were read: taken before, and kept after that."""
         self._problems: dict[Path, str] = {}
         """The reasons why the files as they are now could not be read, which are logged once."""
-        self._reading = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
         self._keys = {path: read_keys() for path, read_keys in self._files.items()}
         self._update()
 
@@ -113,12 +120,30 @@ class KeyAccounts:
     async def follow(self) -> None:
         """Read the files that have changed, in a thread: thousands of keys take seconds, in which streams
         go on. A file that could not be read is read again at the next call, and one with wrong contents
-        when it has changed."""
-        async with self._reading:
-            for path, read_keys in self._files.items():
-                stamp = _stamp(path)
-                if self._stamps[path] != stamp:
-                    await self._read(path, read_keys, stamp)
+        when it has changed. Returns after READ_S at the latest."""
+        earlier = self._reading
+        if earlier is None and not self._changed():
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                if earlier is not None:  # which may have missed the last change
+                    await asyncio.shield(earlier)
+                if self._reading is None and self._changed():
+                    self._reading = asyncio.create_task(self._read_changed())
+                if self._reading is not None:
+                    await asyncio.shield(self._reading)
+
+    def _changed(self) -> dict[Path, object]:
+        """The stamps of the files that are not the ones that were read."""
+        stamps = {path: _stamp(path) for path in self._files}
+        return {path: stamp for path, stamp in stamps.items() if stamp != self._stamps[path]}
+
+    async def _read_changed(self) -> None:
+        try:
+            for path, stamp in self._changed().items():
+                await self._read(path, self._files[path], stamp)
+        finally:
+            self._reading = None
 
     async def _read(self, path: Path, read_keys: Callable[[], list[ApiKey]], stamp: object) -> None:
         try:
@@ -173,13 +198,25 @@ def read_keys(path: Path) -> list[ApiKey]:
     could not be read."""
     where = f"ingress.api_key_file: {path}"
     try:
-        return KeyFile.model_validate(yaml.load(path.read_text(), _LOADER)).keys
+        text = read_file(path).decode()
+        if _nesting(text) > _MOST_NESTED:
+            raise ConfigError(f"{where}: it is nested too deeply")
+        return KeyFile.model_validate(yaml.load(text, _LOADER)).keys
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}: {describe_errors(error, KeyFile)}") from None
     except (yaml.YAMLError, ValueError):  # some texts are no dates, or no UTF-8
         raise ConfigError(f"{where}: it is not YAML") from None
+
+
+def _nesting(text: str) -> int:
+    """No less than the depth of a YAML text: of its brackets, and of its lines' dashes and indents."""
+    depth = most = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        most = max(most, depth)
+    return most + max(map(len, re.findall(r"^[ ?:-]*", text, re.MULTILINE)))
 
 
 def hash_keys(path: Path) -> int:

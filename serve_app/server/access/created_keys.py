@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -28,6 +30,8 @@ from serve_app.server.http import request_model
 from serve_app.server.model_registry import Models
 
 MOST_KEYS = 1000
+MOST_FILE_BYTES = 16 * 2**20
+"""The longest file of keys."""
 _NAME = re.compile(r"[\w.@+-]{1,128}")
 _NO_HASH = "0" * 64
 _KEYS = TypeAdapter(list[ApiKey])
@@ -57,6 +61,18 @@ def with_secret(key: ApiKey) -> tuple[ApiKey, str]:
     return key.model_copy(update={"sha256": digest, "created": datetime.now(UTC)}), secret
 
 
+def read_file(path: Path) -> bytes:
+    """The contents of a file of keys. Raises OSError, also for what is no file, which nobody waits for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "It is no ordinary file")
+        if status.st_size > MOST_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"It has more than {MOST_FILE_BYTES} bytes")
+        return file.read()
+
+
 class CreatedKeys:
     """The file of keys. It is changed within a transaction of the ledger, which all ingresses share:
     nobody else changes the file meanwhile. Any thread."""
@@ -68,7 +84,7 @@ class CreatedKeys:
         """The keys; none without a file. Raises ConfigError, whose cause is an OSError if the file could
         not be read."""
         try:
-            return _KEYS.validate_json(self.path.read_bytes())
+            return _KEYS.validate_json(read_file(self.path))
         except FileNotFoundError:
             return []
         except OSError as error:

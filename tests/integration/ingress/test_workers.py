@@ -369,7 +369,7 @@ async def test_work_is_refused_if_the_process_that_forks_is_lost_again_and_again
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who adds a model meanwhile is refused, too, and leaves no process behind."""
-    lost = []
+    lost = list[int]()
 
     class Lost(Zygote):
         def __init__(self, start: Start, models: Models | None = None) -> None:

@@ -279,7 +279,7 @@ async def test_slow_connections_of_one_address_end_before_others_that_are_idle(
         await request.body()
 
     port = await serve(app)
-    slow, newcomers = [], []
+    slow, newcomers = list[Wire](), list[Wire]()
     for _ in range(4):
         half = POST.replace(b"/echo", b"/wait") + b"half"
         slow.append(await from_address("127.0.0.2", port, half))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.base.errors import ConfigError
+from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.base.types import Asleep, ReplicaRecords
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import OnDemandSettings
@@ -86,7 +86,10 @@ async def test_a_call_that_wants_the_model_loads_it(replica: Any, name: str) -> 
 @pytest.mark.parametrize("name", [*CALLS, "is_there"])
 async def test_why_it_cannot_be_loaded_is_returned(replica: Any, name: str) -> None:
     one = await replica("damaged")
-    assert isinstance(await getattr(one, name)(*CALLS.get(name, ())), ConfigError)
+    error = await getattr(one, name)(*CALLS.get(name, ()))
+    assert isinstance(error, EngineUnavailableError)
+    assert error.status == 503
+    assert error.message.startswith("The model cannot be loaded: ")
 
 
 async def test_looks_load_nothing(replica: Any) -> None:

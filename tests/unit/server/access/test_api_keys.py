@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
-import io
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 from serve_app.base.errors import AuthenticationError, ConfigError
 from serve_app.config.keys import ApiKey
+from serve_app.server.access import api_keys, created_keys
 from serve_app.server.access.api_keys import KeyAccounts, hash_keys
 from serve_app.server.access.created_keys import with_secret
 from serve_app.server.usage.ledger import Ledger
@@ -98,6 +100,8 @@ async def test_each_file_is_read_by_itself(
     [
         ("keys: []", "keys: List should have at least 1 item"),
         ("[", "it is not YAML"),
+        ("[" * 101, "it is nested too deeply"),
+        ("- " * 101, "it is nested too deeply"),
         ("keys: [{name: a}]", "keys.0: Value error, either `key` or `sha256` is needed"),
         ("keys: [{name: a, key: short}]", "keys.0.key: String should have at least 16"),
         (f"keys: [{{name: a, key: {ANA}, limit: 3}}]", "keys.0.limit: there is no such field"),
@@ -212,7 +216,7 @@ async def test_a_revoked_key_is_refused_though_the_file_could_not_be_read_once(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as without, caplog.at_level(logging.ERROR, "corral.ingress"):
-        without.setattr(io, "open", no_descriptor)  # as Path.read_text and read_bytes do
+        without.setattr(os, "open", no_descriptor)
         for _ in range(3):
             await accounts.follow()
             assert accounts.find(ANA).key.name == "ana"
@@ -233,5 +237,55 @@ async def test_a_file_of_the_same_time_and_size_is_another_one(tmp_path: Path) -
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     await accounts.follow()
+    with pytest.raises(AuthenticationError):
+        accounts.find(ANA)
+
+
+async def test_what_is_no_file_or_a_huge_one_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts = KeyAccounts(path)
+    path.unlink()
+    os.mkfifo(path)
+    await accounts.follow()
+    path.unlink()
+    path.mkdir()
+    await accounts.follow()
+    path.rmdir()
+    monkeypatch.setattr(created_keys, "MOST_FILE_BYTES", 100)
+    path.write_text("#" * 101)
+    await accounts.follow()
+    assert accounts.find(ANA).key.name == "ana"
+    for reason in ("It is no ordinary file", "It has more than 100 bytes"):
+        assert caplog.text.count(reason) == 1
+
+
+async def test_a_file_that_is_read_slowly_counts_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on with the previous keys meanwhile, and it is read once for all of them."""
+    path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
+    accounts, on, began = KeyAccounts(path), threading.Event(), threading.Semaphore(0)
+    read_file = api_keys.read_file
+
+    def slowly(path: Path) -> bytes:
+        began.release()
+        on.wait(60)
+        return read_file(path)
+
+    write(path, {"name": "ben", "key": BEN})
+    with monkeypatch.context() as slow:
+        slow.setattr(api_keys, "read_file", slowly)
+        slow.setattr(api_keys, "READ_S", 0.01)
+        for _ in range(3):
+            await accounts.follow()
+            assert accounts.find(ANA).key.name == "ana"
+        assert began.acquire(blocking=False)
+        assert not began.acquire(blocking=False)
+    waiting = asyncio.gather(*(accounts.follow() for _ in range(3)))
+    on.set()
+    await waiting
+    assert accounts.find(BEN).key.name == "ben"
     with pytest.raises(AuthenticationError):
         accounts.find(ANA)
