@@ -217,7 +217,7 @@ class SlotPolicy:
         alone_s, likely_s = first * expected.alone_s, first * expected.first_token_s
         if not request.background:  # what takes long by itself may take twice as long
             bound_s = max(self._max_first_token_s, 2 * alone_s)
-            if refusal := _late("first token", likely_s, bound_s, margin, QueueFullError):
+            if refusal := self._late("first token", likely_s, bound_s, margin, QueueFullError):
                 return refusal
         first_within_s, end_within_s = request.deadline
         if alone_s > first_within_s or end * expected.end_alone_s > end_within_s:
@@ -226,8 +226,22 @@ class SlotPolicy:
                 f"and its end after {expected.end_alone_s:.2f}, by the forecast."
             )
         end_s, end_margin = end * expected.end_s, forecast.end.margin
-        return _late("first token", likely_s, first_within_s, margin, DeadlineError) or _late(
-            "end", end_s, end_within_s, end_margin, DeadlineError
+        return self._late(
+            "first token", likely_s, first_within_s, margin, DeadlineError
+        ) or self._late("end", end_s, end_within_s, end_margin, DeadlineError)
+
+    def _late(
+        self, what: str, likely_s: float, bound_s: float, margin: float, kind: type[RateLimitError]
+    ) -> RateLimitError | None:
+        """Refuses what would take too long. `likely_s` has that margin, so in each second of work that gets
+        done, it falls by so many. All who wait now begin within the bound on first tokens."""
+        if likely_s <= bound_s:
+            return None
+        wait_s = min((likely_s - bound_s) / margin, self._max_first_token_s)
+        return kind(
+            f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
+            f"{bound_s:.2f} at most.",
+            max(1, math.ceil(wait_s)),
         )
 
     def start(self, sequence: Sequence) -> bool:
@@ -435,17 +449,3 @@ class SlotPolicy:
 def _outstanding_s(item: Candidate) -> float:
     """Seconds of what was expected that the decoder has not worked for it yet."""
     return max(0.0, item.expected_s - item.spent_s)
-
-
-def _late(
-    what: str, likely_s: float, bound_s: float, margin: float, kind: type[RateLimitError]
-) -> RateLimitError | None:
-    """Refuses what would take too long. `likely_s` has that margin, so in each second of work that gets
-    done, it falls by so many."""
-    if likely_s <= bound_s:
-        return None
-    return kind(
-        f"By the forecast, the {what} would come after up to {likely_s:.2f} seconds. It may come after "
-        f"{bound_s:.2f} at most.",
-        max(1, math.ceil((likely_s - bound_s) / margin)),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,6 +245,9 @@ async def embed(
         )
     except CorralError:
         caller.count(model.id, {"refused": 1})
+        raise
+    except asyncio.CancelledError:  # the texts may have been computed, and stay charged
+        caller.count(model.id, {"requests": 1, "aborted": 1, "prompt_tokens": n_tokens})
         raise
     caller.keep_charge()
     caller.count(model.id, {"requests": 1, "completed": 1, "prompt_tokens": n_tokens})

@@ -215,7 +215,10 @@ def refusal_behind(n: int) -> object:
 
 def test_who_is_refused_is_told_when_there_is_time() -> None:
     """Work is done at the forecast's pace, without its margin."""
-    refusal = refusal_behind(40)
+    refusal = refusal_behind(24)
     assert isinstance(refusal, QueueFullError)
-    assert refusal_behind(40 - refusal.retry_after_s) == {}
-    assert isinstance(refusal_behind(40 - refusal.retry_after_s // 2), QueueFullError)
+    assert refusal_behind(24 - refusal.retry_after_s) == {}
+    assert isinstance(refusal_behind(24 - refusal.retry_after_s // 2), QueueFullError)
+    later = refusal_behind(90)
+    assert isinstance(later, QueueFullError)
+    assert later.retry_after_s == 20, "by then, all who wait have begun"

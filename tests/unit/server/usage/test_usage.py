@@ -121,6 +121,24 @@ async def test_embedded_texts_are_counted(server: httpx.AsyncClient) -> None:
     assert result["model"] == "second"
 
 
+async def test_embedded_texts_that_their_client_leaves_are_counted(
+    server: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    asked = Reached()
+    monkeypatch.setattr(engine, "embed", lambda *_, **__: asked.wait())
+    body = {"input": ["abc", "de"], "model": "second"}
+    posting = asyncio.create_task(server.post("/v1/embeddings", json=body, headers=by("ana")))
+    await asyncio.wait_for(asked.passed.wait(), 10)
+    posting.cancel()
+    await asyncio.gather(posting, return_exceptions=True)
+    (result,) = await used(server)
+    assert (result["aborted"], result["completed"], result["num_model_requests"]) == (1, 0, 1)
+    assert result["input_tokens"] == spent(tmp_path) == 5
+
+
 async def test_tokens_of_a_stream_that_its_client_leaves_are_counted(
     server: httpx.AsyncClient, engine: ScriptedEngine, tmp_path: Path
 ) -> None:
