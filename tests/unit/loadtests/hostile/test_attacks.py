@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from itertools import groupby
 
 import pytest
 
+from loadtests.common.servers import ROOT
 from loadtests.hostile import bodies
 from loadtests.hostile.__main__ import chosen
 from loadtests.hostile.attack import ALONE, KEYED, KEYLESS, MIB, MOST_BODY_BYTES
@@ -35,6 +37,14 @@ def test_attacks_are_bounded_and_say_what_they_do() -> None:
 def test_names_are_unique_and_fit_an_argument() -> None:
     names = [attack.name for attack in ATTACKS]
     assert len(set(names)) == len(names)
+
+
+def test_the_document_has_a_row_for_each_attack_and_their_number() -> None:
+    document = (ROOT / "docs/security.md").read_text()
+    rows = set(re.findall(r"^\| (\w+: [^|(]+?)(?: \(\w+\))? \|", document, re.MULTILINE))
+    assert rows == {f"{attack.family}: {attack.name}" for attack in ATTACKS}
+    n = sum(attack.family != "control" for attack in ATTACKS)
+    assert f"attacks a server in {n} ways" in document
 
 
 def test_attacks_of_one_server_follow_each_other() -> None:
