@@ -98,7 +98,7 @@ class _Group:
         return self._by_address.keys()
 
     def largest(self) -> dict[BoundedHttp, None]:
-        """Those of the address that has most; empty without any."""
+        """The connections of the address that has most of them; empty without any."""
         return max(self._by_address.values(), key=len, default={})
 
 
