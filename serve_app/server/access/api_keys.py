@@ -129,7 +129,7 @@ class KeyAccounts:
                 if earlier is not None:  # which may have missed the last change
                     await asyncio.shield(earlier)
                 if self._reading is None and self._find_changes():
-                    self._reading = asyncio.create_task(self._read_find_changes())
+                    self._reading = asyncio.create_task(self._read_changed())
                 if self._reading is not None:
                     await asyncio.shield(self._reading)
 
