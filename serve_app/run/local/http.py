@@ -212,8 +212,6 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
-            if self._is_refused:
-                return
             self._refuse(
                 HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
                 if self._is_too_large
