@@ -349,6 +349,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, error: CorralError) -> None:
         """Answer with this error, and read no more. What is on its way is dropped for a moment, or the
         client could not read why. An answer that was begun, or that another request waits for, breaks."""
+        if self._is_refused:
+            return
         cycle, is_own = self.cycle, self._part is _Part.BODY
         if self._is_answering:
             if self.pipeline or cycle.response_started:

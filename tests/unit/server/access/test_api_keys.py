@@ -267,7 +267,7 @@ async def test_a_file_that_is_read_slowly_counts_when_it_is_read(
     """Requests go on with the previous keys meanwhile, and it is read once for all of them."""
     path = write(tmp_path / "keys", {"name": "ana", "key": ANA})
     accounts, on, began = KeyAccounts(path), threading.Event(), threading.Semaphore(0)
-    read_file = api_keys.read_file
+    read_file = created_keys.read_file
 
     def slowly(path: Path) -> bytes:
         began.release()
