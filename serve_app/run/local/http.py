@@ -249,8 +249,6 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self._parse(data)
         except HttpParserError:
-            if len(self.pipeline) >= MOST_PIPELINED:
-                return
             self._refuse(
                 HeadTooLargeError(f"A request's headers have {MOST_HEAD_BYTES} bytes at most.")
                 if self._is_too_large
@@ -388,6 +386,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, error: CorralError) -> None:
         """Answer with this error, and read no more. What is on its way is dropped for a moment, or the
         client could not read why. An answer that was begun, or that another request waits for, breaks."""
+        if self._is_refused:
+            return
         cycle, is_own = self.cycle, self._part is _Part.BODY
         if self._is_answering:
             if self.pipeline or cycle.response_started:

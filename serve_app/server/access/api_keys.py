@@ -31,7 +31,7 @@ logger = logging.getLogger("corral.ingress")
 READ_S = 5.0
 """The longest time that a request waits until a changed file is read. The previous keys count then."""
 _MOST_NESTED = 100
-"""The deepest nesting of a key file: libyaml would end the process that reads a far deeper one."""
+"""The deepest nesting of a key file, which has a few levels."""
 
 
 class KeyFile(BaseModel):
@@ -122,25 +122,25 @@ class KeyAccounts:
         go on. A file that could not be read is read again at the next call, and one with wrong contents
         when it has changed. Returns after READ_S at the latest."""
         earlier = self._reading
-        if earlier is None and not self._changed():
+        if earlier is None and not self._find_changes():
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(READ_S):
                 if earlier is not None:  # which may have missed the last change
                     await asyncio.shield(earlier)
-                if self._reading is None and self._changed():
+                if self._reading is None and self._find_changes():
                     self._reading = asyncio.create_task(self._read_changed())
                 if self._reading is not None:
                     await asyncio.shield(self._reading)
 
-    def _changed(self) -> dict[Path, object]:
+    def _find_changes(self) -> dict[Path, object]:
         """The stamps of the files that are not the ones that were read."""
         stamps = {path: _stamp(path) for path in self._files}
         return {path: stamp for path, stamp in stamps.items() if stamp != self._stamps[path]}
 
     async def _read_changed(self) -> None:
         try:
-            for path, stamp in self._changed().items():
+            for path, stamp in self._find_changes().items():
                 await self._read(path, self._files[path], stamp)
         finally:
             self._reading = None
