@@ -29,7 +29,7 @@ import yaml
 
 from loadtests.common import servers
 from loadtests.common.processes import command_line
-from tests.e2e.conftest import Corral, model, short_folder
+from tests.e2e.conftest import Corral, model, short_folder, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 N_IDLE, N_STREAMS, N_SLOTS, N_ASLEEP = 1000, 200, 8, 4
@@ -180,7 +180,7 @@ class Held:
 
 def held(server: Corral) -> Held:
     """What they hold now, but for the connections of the clients: refused ones wait without any."""
-    mib, files, threads, clients = 0.0, 0, 0, connections(server.port)
+    mib, files, threads, own = 0.0, 0, 0, own_sockets()
     for pid in server.pids(""):
         with suppress(OSError, IndexError):  # a worker that has ended meanwhile
             status = Path(f"/proc/{pid}/status").read_text()
@@ -189,16 +189,30 @@ def held(server: Corral) -> Held:
             mib, threads = mib + int(anonymous) / 2**10, threads + int(n_threads)
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    files += str(file.readlink()) not in clients
+                    target = str(file.readlink())
+                    files += not target.startswith("socket:") or target in own
     return Held(mib, files, threads)
 
 
-def connections(port: int) -> set[str]:
-    """The connections to that port of loopback, as descriptors name them. Source: proc(5), `/proc/net/tcp`:
-    state 10 listens."""
+def own_sockets() -> set[str]:
+    """The sockets that lead to no client, as descriptors name them. Source: proc(5), `/proc/net/unix`, and
+    `/proc/net/tcp`: state 10 listens."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    own = (line for line in lines if line[1].endswith(f":{port:04X}") and line[3] != "0A")
-    return {f"socket:[{line[9]}]" for line in own}
+    inodes = {line[9] for line in lines if line[3] == "0A"}
+    inodes |= {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    return {f"socket:[{inode}]" for inode in inodes}
+
+
+def n_dead_sockets(server: Corral) -> int:
+    """The descriptors of connections that have ended."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    known = own_sockets() | {f"socket:[{line.split()[9]}]" for line in lines}
+    n = 0
+    for pid in server.pids(""):
+        with suppress(OSError):  # a worker that has ended meanwhile
+            targets = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
+            n += sum(target.startswith("socket:") and target not in known for target in targets)
+    return n
 
 
 def has_replica(server: Corral) -> bool:
@@ -363,5 +377,6 @@ def test_a_server_that_is_treated_badly_ends_as_it_began(
         assert counts["prompt"] >= whole["prompt"], key
         if not left:
             assert counts["prompt"] == whole["prompt"], key
+    wait_until(lambda: not n_dead_sockets(server), 30, "ended connections keep their descriptors")
     for what in ("mib", "files", "threads"):
         assert getattr(last, what) == pytest.approx(getattr(first, what), rel=MARGIN), what
