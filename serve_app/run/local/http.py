@@ -4,8 +4,8 @@ Each request has an id, its client's or a new one, and the answer tells it, as w
 names have capitals, as llama-server writes them: some of its clients compare them by letter.
 
 A connection waits for its client, or its client waits for it. At the limit, those that wait for their
-clients end for newcomers. Of the address that has most of them, those that have waited for long go first,
-and before all others those that read no answer.
+clients end for newcomers: those that have waited for long, and first those that read no answer. The address
+that has most of them pays.
 """
 
 from __future__ import annotations
@@ -97,41 +97,41 @@ class _Wait(IntEnum):
 
 
 class _Client:
-    """An address's connections, by their states: those that are in one for longest come first."""
+    """An address's connections, by what they wait for, those that have waited for longest first."""
 
     def __init__(self) -> None:
-        self._by_state: list[dict[BoundedHttp, float]] = [{} for _ in _Wait]
+        self._by_wait: list[dict[BoundedHttp, float]] = [{} for _ in _Wait]
 
-    def add(self, connection: BoundedHttp, state: _Wait, now: float) -> None:
-        """Note that it is in this state from now on."""
-        self._by_state[state][connection] = now
+    def add(self, connection: BoundedHttp, wait: _Wait, now: float) -> None:
+        """Note that it waits for this from now on."""
+        self._by_wait[wait][connection] = now
 
-    def remove(self, connection: BoundedHttp, state: _Wait) -> None:
-        """Forget it, if it is in this state."""
-        self._by_state[state].pop(connection, None)
+    def remove(self, connection: BoundedHttp, wait: _Wait) -> None:
+        """Forget it, if it waits for this."""
+        self._by_wait[wait].pop(connection, None)
 
     @property
     def n_waiting(self) -> int:
         """The connections that wait for their clients."""
-        return sum(map(len, self._by_state[: _Wait.ANSWER]))
+        return sum(map(len, self._by_wait[: _Wait.ANSWER]))
 
     @property
     def n_busy(self) -> int:
         """The connections whose clients wait."""
-        return len(self._by_state[_Wait.ANSWER])
+        return len(self._by_wait[_Wait.ANSWER])
 
     def least_missed(self, now: float) -> BoundedHttp:
         """The one to end of those that wait for their clients, of which there is one at least."""
         firsts: list[tuple[bool, int, float, BoundedHttp]] = []
-        for state, connections in enumerate(self._by_state[: _Wait.ANSWER]):
+        for wait, connections in enumerate(self._by_wait[: _Wait.ANSWER]):
             for connection, since in itertools.islice(connections.items(), 1):
                 is_soon = now - since < _SOON_S
-                firsts.append((is_soon, 0 if is_soon else state, since, connection))
+                firsts.append((is_soon, 0 if is_soon else wait, since, connection))
         return min(firsts, key=lambda first: first[:3])[3]
 
     def newest_busy(self) -> BoundedHttp:
         """The one whose client has waited for the shortest time, of which there is one at least."""
-        return next(reversed(self._by_state[_Wait.ANSWER]))
+        return next(reversed(self._by_wait[_Wait.ANSWER]))
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -155,12 +155,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
         self._stalled: asyncio.TimerHandle | None = None
-        self._state = _Wait.REQUEST
+        self._wait = _Wait.REQUEST
         wire: socket.socket = transport.get_extra_info("socket")
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._expect(HEAD_S)
         if self._has_room():
-            self._clients[self.address].add(self, self._state, self.loop.time())
+            self._clients[self.address].add(self, self._wait, self.loop.time())
         else:
             self._refused[self] = None
             if len(self._refused) > _MOST_REFUSED:
@@ -191,7 +191,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_lost = True
         self._refused.pop(self, None)
         client = self._clients[self.address]
-        client.remove(self, self._state)
+        client.remove(self, self._wait)
         if client.n_waiting + client.n_busy == 0:
             del self._clients[self.address]
 
@@ -223,16 +223,16 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_lost:
             return
         if not self._is_answering:
-            state = _Wait.REQUEST
+            wait = _Wait.REQUEST
         elif self.flow.write_paused:
-            state = _Wait.READER
+            wait = _Wait.READER
         else:
-            state = _Wait.BODY if self._part is _Part.BODY else _Wait.ANSWER
-        if state is not self._state:
+            wait = _Wait.BODY if self._part is _Part.BODY else _Wait.ANSWER
+        if wait is not self._wait:
             client = self._clients[self.address]
-            client.remove(self, self._state)
-            client.add(self, state, self.loop.time())
-            self._state = state
+            client.remove(self, self._wait)
+            client.add(self, wait, self.loop.time())
+            self._wait = wait
 
     # -- requests ---------------------------------------------------------------------------------
 
