@@ -15,19 +15,19 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 1970,
-    "channel": 1306,
-    "config": 1376,
-    "kernels": 6703,
+    "base": 2020,
+    "channel": 1379,
+    "config": 1387,
+    "kernels": 6704,
     "store": 1415,
-    "prompt": 5083,
-    "engine": 11947,
-    "server": 9137,
-    "apis": 9340,
-    "run": 4095,
-    "cluster": 1366,
-    "cli": 3654,
-    "plugins": 1522,
+    "prompt": 5985,
+    "engine": 12016,
+    "server": 9798,
+    "apis": 10405,
+    "run": 4756,
+    "cluster": 1431,
+    "cli": 3871,
+    "plugins": 1537,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own
 room and rooms to its left. Raise a budget in the change that needs it, and say there what it buys."""
