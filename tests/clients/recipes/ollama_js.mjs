@@ -51,7 +51,7 @@ const [call] = asked.message.tool_calls;
 assert.deepEqual([call.function.name, call.function.arguments], ["get_weather", { city: "Lisbon" }]);
 
 const { models } = await client.list();
-assert.deepEqual(models.map((model) => model.name), ["demo:latest", "small:latest"]);
+assert.deepEqual(models.map((model) => model.name), ["demo:latest", "small:latest", "ranker:latest"]);
 const shown = await client.show({ model: "demo" });
 assert.deepEqual(shown.capabilities, ["completion", "tools", "vision"]);
 const vectors = await client.embed({ model: "demo", input: ["A fox.", "A brave fox."] });

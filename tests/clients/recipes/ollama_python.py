@@ -103,7 +103,11 @@ def refusal(act: Callable[[], object]) -> ollama.ResponseError:
 
 def models(client: ollama.Client) -> None:
     """What is served, and what it can do."""
-    assert [model.model for model in client.list().models] == ["demo:latest", "small:latest"]
+    assert [model.model for model in client.list().models] == [
+        "demo:latest",
+        "small:latest",
+        "ranker:latest",
+    ]
     shown = client.show("demo")
     assert shown.capabilities == ["completion", "tools", "vision"], shown.capabilities
     assert shown.modelinfo
