@@ -39,8 +39,8 @@ def scripted(start_for_module: Callable[..., Corral]) -> Corral:
 
 @pytest.fixture(scope="module", params=[LIMIT_S / 20, 0], ids=["events", "silence"])
 def slow(request: pytest.FixtureRequest) -> Iterator[tuple[Corral, float]]:
-    """A scripted server that computes an agent's first prompt for longer than the limit. With it, the seconds
-    between events of a silent stream: 20 in the limit as by default, or 0 for none."""
+    """A scripted server that computes an agent's first prompt for longer than the limit. With it come the
+    seconds between events of a silent stream: 20 in the limit as by default, or 0 for none."""
     models = [model(None, "demo", n_slots=2, n_ctx_slot=CONTEXT, max_waiting=16)]
     build = "tests.clients.agents.scripted:build"
     with short_folder() as directory:
