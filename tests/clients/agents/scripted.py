@@ -123,7 +123,7 @@ class ScriptedReplica(LoadedModel):
     """An engine replica whose model follows the script."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        opening.LlamaBackend = ScriptedBackend  # type: ignore[misc]
+        patch.object(opening, "LlamaBackend", ScriptedBackend).start()
         await self.start(model, process_place(keeps_texts=model.data_at_rest))
 
     async def __del__(self) -> None:
