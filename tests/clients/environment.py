@@ -18,7 +18,7 @@ NODE_REQUIREMENTS = HERE / "package.json"
 
 def interpreter(recipe: Path) -> str:
     """What runs it."""
-    own = next((name for name in APART if recipe.stem.startswith(name)), None)
-    if own is not None:
-        return str(FOLDER / own / "bin" / "python")
-    return "node" if recipe.suffix == ".mjs" else str(FOLDER / "bin" / "python")
+    if recipe.suffix == ".mjs":
+        return str(NODE / "node_modules" / ".bin" / "node")
+    own = next((name for name in APART if recipe.stem.startswith(name)), ".")
+    return str(FOLDER / own / "bin" / "python")

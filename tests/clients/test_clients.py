@@ -23,8 +23,8 @@ def test_a_client_works(corral: Corral, recipe: Path, tmp_path: Path) -> None:
 def run_client(recipe: Path, folder: Path, *arguments: str) -> None:
     """Run a script with these arguments in a folder of its own; it fails if the client does not work."""
     runs = interpreter(recipe)
-    if recipe.suffix == ".mjs" and shutil.which("node") is None:
-        pytest.skip("there is no node")
+    if recipe.suffix == ".mjs" and shutil.which("npm") is None:
+        pytest.skip("there is no npm")
     assert shutil.which(runs) is not None, f"{runs} is not there: make test-clients installs it"
     # Outside its environment, so that it finds nothing of Corral's; node looks beside the script.
     script = recipe

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 CONTEXT = 65_536
@@ -155,3 +155,23 @@ models:
         continues=False,  # a new process shows the files before the restored session
     ),
 )  # fmt: skip
+
+LIMIT_S = 2
+"""Seconds that an impatient agent waits for an event: by default 300 for Codex, and 240 for Qwen Code."""
+
+
+def _impatient() -> Iterator[Agent]:
+    """Those agents that give up by themselves, with this limit, and with few tries and tools."""
+    limit_ms = 1000 * LIMIT_S
+    for agent in AGENTS:
+        if agent.name == "codex":
+            own = f"stream_idle_timeout_ms = {limit_ms}\nstream_max_retries = 0\n"
+            files = {name: text + own for name, text in agent.files.items()}
+            yield replace(agent, files=files)
+        elif agent.name == "qwen":
+            limit = {"QWEN_STREAM_IDLE_TIMEOUT_MS": str(limit_ms)}
+            first = (*agent.first, "--bare")
+            yield replace(agent, first=first, environment={**agent.environment, **limit})
+
+
+IMPATIENT = tuple(_impatient())

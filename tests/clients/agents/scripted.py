@@ -21,7 +21,7 @@ from serve_app.base.sampling import SamplingParams
 from serve_app.base.types import Sampled, TokenLogprobs
 from serve_app.cluster.replica import process_place
 from serve_app.config.resolved import ResolvedModel
-from serve_app.engine.backends import llama_cpp
+from serve_app.engine.backends import llama_cpp, opening
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.run.replica.loaded_model import LoadedModel
 
@@ -29,6 +29,8 @@ TASK = re.compile(r"Create the file (?P<path>[\w./-]+) with the text (?P<text>[\
 """The task that a test gives to an agent."""
 _SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The words by which mini-swe-agent's commands end a task."""
+ANSWER = "Hello."
+"""What the model says where there is no task."""
 RESULT = "<tool_response>"
 """The text before a tool's result, in the built-in model's chat template."""
 
@@ -37,7 +39,7 @@ def script(prompt: str) -> str:
     """The answer to a rendered prompt: a tool call for the newest task, or the end after its result."""
     tasks = list(TASK.finditer(prompt))
     if not tasks:
-        return "Hello."
+        return ANSWER
     task = tasks[-1]
     if RESULT in prompt[task.end() :]:
         return _end(prompt, task["path"])
@@ -121,7 +123,7 @@ class ScriptedReplica(LoadedModel):
     """An engine replica whose model follows the script."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        llama_cpp.LlamaBackend = ScriptedBackend  # type: ignore[misc]
+        patch.object(opening, "LlamaBackend", ScriptedBackend).start()
         await self.start(model, process_place(keeps_texts=model.data_at_rest))
 
     async def __del__(self) -> None:

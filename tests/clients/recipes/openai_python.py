@@ -44,4 +44,4 @@ with openai.OpenAI(base_url=f"{URL}/v1", api_key="none") as client:
     assert completion.usage.completion_tokens == 4
     embeddings = client.embeddings.create(model="demo", input=["A fox.", "A brave fox."])
     assert [len(one.embedding) for one in embeddings.data] == [256, 256]
-    assert [one.id for one in client.models.list()] == ["demo", "small"]
+    assert [one.id for one in client.models.list()] == ["demo", "small", "ranker"]
