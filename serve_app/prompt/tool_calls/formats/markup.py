@@ -32,7 +32,6 @@ _TAG = lark.TAG
 # A literal is matched mark by mark: tags, brackets, and what else stands between blanks.
 _MARKS = re.compile(rf"{_TAG}|{_ANY_PLACE}|[][{{}}(),]|(?:(?!{_TAG}|{_ANY_PLACE})[^][\s{{}}(),])+")
 _TOKENS = re.compile(rf"{_TAG}|{_ANY_PLACE}|\s|\w+|.", re.DOTALL)
-_SAID = re.compile(rf"({_TAG}|{_ANY_PLACE})")
 _NAME, _WORDS = re.compile(r"[\w.-]*"), re.compile(r"[\w.:-]*")
 
 
