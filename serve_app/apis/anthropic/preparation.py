@@ -168,11 +168,16 @@ class CountTokensRequest(ModelledRequest):
         system = [Turn("system", texts)] if texts else []
         choice = self.tool_choice
         answer = self.output_config.format or self.output_format
-        later = LaterTools((tool.as_tool() for tool in self.tools), self._left_out)
+        tools = [tool.as_tool() for tool in self.tools]
+        later = LaterTools(tools, self._left_out)
         turns = self._turns(later)
         return TranslatedChat(
             turns=[*system, *turns],
-            tools=[tool.as_tool() for tool in self.tools if not tool.defer_loading],
+            tools=[
+                tool
+                for tool, declared in zip(tools, self.tools, strict=True)
+                if not declared.defer_loading
+            ],
             later_tools=[*later.known.values()],
             removed_tools=frozenset(later.removed),
             tool_choice=choice.as_choice() if choice else None,

@@ -38,7 +38,7 @@ from serve_app.base.errors import (
     RateLimitError,
 )
 from serve_app.config.addresses import network_of
-from serve_app.server.http.errors import openai_error_body
+from serve_app.server.http.errors import openai_error_body, retry_headers
 from serve_app.server.http.sse import StreamSend, encode_json, fail_all
 
 HEAD_S = 20.0
@@ -406,8 +406,7 @@ class BoundedHttp(HttpToolsProtocol):
             (b"content-type", b"application/json"),
             (b"connection", b"close"),
         ]
-        if error.retry_after_s is not None:
-            fields.append((b"retry-after", b"%d" % error.retry_after_s))
+        fields += [(k.encode(), v.encode()) for k, v in retry_headers(error).items()]
         body = encode_json(openai_error_body(error))
         fields.append((b"content-length", b"%d" % len(body)))
         lines = [b"%b: %b\r\n" % field for field in fields]

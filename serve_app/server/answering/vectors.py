@@ -152,9 +152,10 @@ def check_texts(
 
 def _cut_text(model: ModelInfo, tokens: tuple[int, ...], cut: TextCut) -> tuple[int, ...]:
     """The text without the tokens of one side, but for one there that every text has."""
-    most, nothing = cut.most(model), model.tokenizer.encode_for_embedding("")
+    most = cut.most(model)
     if len(tokens) <= most:
         return tokens
+    nothing = model.tokenizer.encode_for_embedding("")
     at = slice(-1, None) if cut.side == "right" else slice(1)
     own = tokens[at] if tokens[at] == nothing[at] else ()
     kept = tuple(cut.keep(tokens, max(0, most - len(own))))

@@ -98,12 +98,15 @@ def response(
         status = error.status
         if isinstance(error, QueueFullError):
             status = shape.full_status or status
-    headers = dict(headers or {})
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(error.retry_after_s)
-    if error.is_final or error.asks_patience:
-        headers["x-should-retry"] = "false"
-    return JSONResponse(shape.body(error, status), status, headers)
+    return JSONResponse(
+        shape.body(error, status), status, {**(headers or {}), **retry_headers(error)}
+    )
+
+
+def retry_headers(error: CorralError) -> dict[str, str]:
+    """The headers that say when to try again, and whether clients should do so by themselves."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return headers | ({"x-should-retry": "false"} if error.is_final or error.asks_patience else {})
 
 
 def _shape(request: Request) -> ErrorShape:
