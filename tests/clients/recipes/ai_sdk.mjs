@@ -1,8 +1,7 @@
 // The AI SDK of Vercel (`ai` and `@ai-sdk/openai`): with a store, it refers to what it was answered.
 import assert from "node:assert/strict";
 import { createOpenAI } from "@ai-sdk/openai";
-import { generateText, isStepCount, streamText, tool } from "ai";
-import { z } from "zod";
+import { generateText, isStepCount, jsonSchema, streamText, tool } from "ai";
 
 const sent = [];
 const openai = createOpenAI({
@@ -15,7 +14,7 @@ const openai = createOpenAI({
 });
 const weather = tool({
   description: "Get the weather of a city",
-  inputSchema: z.object({ city: z.string() }),
+  inputSchema: jsonSchema({ type: "object", properties: { city: { type: "string" } }, required: ["city"] }),
   execute: () => ({ temperature: 19, condition: "sunny" }),
 });
 const shared = { model: openai("demo"), temperature: 0, tools: { get_weather: weather }, stopWhen: isStepCount(3) };
