@@ -112,7 +112,6 @@ async def test_capabilities(client: httpx.AsyncClient, tokenizer: ByteTokenizer)
         ("last", True, False, ["embedding"], "embeddings"),
         (None, False, False, ["embedding"], "embeddings"),
         ("rank", True, True, [], "rerank"),
-        ("rank", False, False, [], "classify"),
     ],
 )
 async def test_capabilities_of_models_that_do_not_write(
