@@ -57,12 +57,12 @@ def resolve(
     left_out: dict[str, str] | None = None,
     only_here: bool = False,
 ) -> list[ResolvedModel]:
-    """Decide what the configuration leaves open, from what the model files begin with and from a machine,
-    by default this one: all models must fit on it, but of those that are loaded on demand, so many at
-    once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
-    and are not in the result. With `left_out`, a model whose files cannot be used is not in the result
-    either, and the reason is put there. With `only_here`, no replica runs on another machine, which may
-    have files that this one lacks. Raises ConfigError that names the model."""
+    """Decide what the configuration leaves open, from what the model files begin with and from a
+    machine, by default this one. All models must fit on it, but of those that are loaded on demand, so
+    many at once. `more_may_come` keeps places for as many. The first `n_resolved` models take their
+    places only, and are not in the result. With `left_out`, a model whose files cannot be used is not
+    in the result either, and the reason is put there. With `only_here`, no replica runs on another
+    machine, which may have files that this one lacks. Raises ConfigError that names the model."""
     here = here or machine.read_machine()
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
@@ -293,8 +293,9 @@ def _resolve(
 
 
 def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsConfig) -> int:
-    """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
-    the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
+    """The fewest stages that hold a model with the caches of all their engines, each on a node of its
+    own. The node is the smallest one of Ray, or a machine with so much memory if Ray does not run.
+    Raises ConfigError."""
     source = store.pin_source(model.source, downloads)
     opened = Model(store.vocabulary(source, downloads), vocab_only=True)
     reserved = model.serve.num_cpus
@@ -333,8 +334,8 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
 
 
 def _reserve(model: ModelConfig, share: Share, here: Machine) -> tuple[float, float, int]:
-    """The CPUs that Ray reserves for a replica unless the deployment says otherwise, those that it does
-    reserve, and how many replicas may run here at once. Raises ConfigError."""
+    """The CPUs that Ray reserves for a replica unless the deployment says otherwise, and those that it
+    does reserve. The third is how many replicas may run here at once. Raises ConfigError."""
     num_cpus = _num_cpus(model, share, here)
     configured = model.serve.num_cpus
     reserved = num_cpus if configured is None else configured

@@ -188,8 +188,8 @@ def divide(memory_bytes: int, needs: Sequence[Need]) -> list[int]:
 
 
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
-    """How many of `most` replicas so much memory has room for, each with the slots and the tokens that the
-    configuration says, or the fewest that it should have; at least 1."""
+    """How many of `most` replicas so much memory has room for, at least 1. Each has the slots and the
+    tokens that the configuration says, or the fewest that it should have."""
     n_slots, n_tokens = fewest_tokens(config, needs.n_ctx_train)
     cache_bytes = CacheNeeds.of(config, needs).n_bytes(n_slots, n_tokens)
     shared = needs.shared_bytes(config.load_mode)
@@ -307,8 +307,8 @@ def _longest_text(config: EngineConfig, n_ctx_train: int, left: int) -> int:
 def _pool(
     n_ctx_slot: int, cores: int, cache: CacheNeeds, room: float, n_pinned: int
 ) -> tuple[int | None, int | None]:
-    """Slots that share the tokens for which so many bytes have room, and these tokens, where one request
-    may be longer than all can be at once; None and None where each slot has room. Each has its default
+    """Slots that share the tokens for which so many bytes have room, and these tokens. One request may
+    be longer than all can be at once; None and None where each slot has room. Each has its default
     share."""
     most = _slots_for(cores) + n_pinned
     n_ctx = most * cache.n_tokens(room / most)

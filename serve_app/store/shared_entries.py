@@ -257,8 +257,8 @@ def whole_application(name: str) -> str:
 async def publish_progress(
     app: str, deployment: str, replica_id: str, node_id: str
 ) -> AsyncIterator[Report]:
-    """Let everybody know, every second until the end of the block, how far this replica is with its model:
-    no replica answers before it has one. Raises nothing of Ray's."""
+    """Let everybody know, every second until the end of the block, how far this replica is with its
+    model. No replica answers before it has one. Raises nothing of Ray's."""
     key = _fetching(app, deployment) + replica_id
     latest: Stage | None = None
     enough = asyncio.Event()

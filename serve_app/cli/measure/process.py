@@ -1,8 +1,8 @@
 """Engines and other programs to measure, each in a process of its own, and the figures of their runs.
 
-Processes have a peak of memory of their own, and threads: libgomp counts every thread that a process ever
-started a team from; once there are more than cores, all of its teams sleep at every barrier instead of
-spinning.
+Processes have a peak of memory of their own, and threads. libgomp counts every thread that a process
+ever started a team from. Once there are more than cores, all of its teams sleep at every barrier
+instead of spinning.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 A slot of such a model cannot be cut where a prompt leaves what it holds. It goes back to its deepest
 checkpoint before that, and computes the rest. They are made at the end of a prompt, where the next turn
-begins; where a prompt leaves what others began with, as more will (Pan et al., "Marconi: Prefix Caching for
-the Era of Hybrid LLMs", 2024); where a slot's tokens are continued; and every few thousand tokens.
+begins. They are also made where a prompt leaves what others began with, as more will (Pan et al.,
+"Marconi: Prefix Caching for the Era of Hybrid LLMs", 2024); where a slot's tokens are continued; and
+every few thousand tokens.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ def parameters(
     behind: Callable[[str], str] = lambda _: "",
 ) -> list[str]:
     """The function's parameters, in the order of their schema, for formats that write strings without
-    quotation marks: what `opening` makes of the name, the value, `closing`, and what `behind` makes of the
-    name, all as grammars say them. Parameters that are not required may be missing. Needs the rule of
-    `free_text`."""
+    quotation marks. Each is what `opening` makes of the name, the value, `closing`, and what `behind`
+    makes of the name, all as grammars say them. Parameters that are not required may be missing. Needs
+    the rule of `free_text`."""
     schema = function.get("parameters") or {}
     required = schema.get("required")
     rules = []

@@ -1,7 +1,7 @@
 """Calls of a replica's methods over a socket between two processes of a local server.
 
-A message is a frame, as channels have them. Values carry the name of their kind, and nothing is made of a
-message but values of these kinds: a process that a client has taken over could send anything.
+A message is a frame, as channels have them. Values carry the name of their kind, and nothing is made of
+a message but values of these kinds. A process that a client has taken over could send anything.
 """
 
 from __future__ import annotations

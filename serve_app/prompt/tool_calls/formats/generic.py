@@ -1,7 +1,7 @@
 """A format of tool calls for models whose chat templates ask for none that is known.
 
-A system message describes the functions. The answer is one JSON object, which a grammar holds it to: calls
-as `tool_calls`, or a text as `response`, which is told as content while it comes.
+A system message describes the functions. The answer is one JSON object, which a grammar holds it to. It
+has calls as `tool_calls`, or a text as `response`, which is told as content while it comes.
 
 Source: llama.cpp's generic format, `common/chat.cpp`.
 """
