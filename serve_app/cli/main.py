@@ -179,7 +179,7 @@ def serve(
 
 
 def _sources(called: typer.Context) -> dict[str, str]:
-    """What gave a parameter that is no default: the option, or the variable of the environment."""
+    """The source of a parameter that is no default: the option, or the variable of the environment."""
     sources = {}
     for parameter in called.command.params:
         name = str(parameter.name)

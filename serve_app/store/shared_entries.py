@@ -26,7 +26,8 @@ from serve_app.config.sources import AdapterConfig
 
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
-"""What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
+"""The seconds after which an entry that was not told anew is of a replica that is gone. Clocks of nodes
+may differ by less."""
 MOST_ADDED = 32
 """Models that may be added: each has a process, also while it is not loaded."""
 MOST_ADAPTERS = 64

@@ -117,7 +117,7 @@ class Segment:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     heard: HeardSegment | None = None
-    """What Whisper tells of it."""
+    """Whisper's figures of it."""
 
     def as_json(self, number: int, temperature: float) -> Json:
         """The segment in OpenAI's form. Only Whisper tells whether there was speech."""

@@ -278,7 +278,7 @@ async def detokenize(
 
 @ROUTER.get("/tokenizer_info")
 async def tokenizer_info(models: ModelsArgument, model: str | None = None) -> dict[str, Any]:
-    """What vLLM tells of a tokenizer, by the names of transformers."""
+    """A tokenizer's properties, as vLLM tells them by the names of transformers."""
     served = find(models, model)
     tokenizer = served.tokenizer
     template = tokenizer.chat_template

@@ -45,7 +45,7 @@ async def _clock() -> float:
 
 
 BeganArgument = Annotated[float, Depends(_clock)]
-"""When the request came, by `time.perf_counter`: a route's first argument."""
+"""The time when the request came, by `time.perf_counter`: a route's first argument."""
 
 
 @ROUTER.post("/api/chat", responses=_IN_LINES)

@@ -121,11 +121,11 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     parser: OutputParser
     shows_thinking: bool
     piece: logprobs.Piece | None = None
-    """If log probabilities are wanted."""
+    """The written form of tokens, if log probabilities are wanted."""
     context: list[int] | None = None
     """The conversation's tokens so far, if they are wanted."""
     began: float = field(default_factory=time.perf_counter)
-    """When the request came, by `time.perf_counter`."""
+    """The time when the request came, by `time.perf_counter`."""
     _n_calls: int = 0
 
     def waiting(self) -> list[Json]:

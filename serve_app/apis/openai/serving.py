@@ -36,7 +36,7 @@ class Choice:
     index: int
     kind: Literal["chat", "text"]
     piece: logprobs.Piece | None = None
-    """If log probabilities are wanted."""
+    """The written form of tokens, if log probabilities are wanted."""
     parser: OutputParser | None = None
     """Finds the reasoning and the tool calls in a chat's text."""
     echo: str = ""

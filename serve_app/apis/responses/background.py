@@ -57,7 +57,7 @@ class BackgroundResponse:
         """The events that are in no chunk yet."""
         self._has_ended = False
         self._told_at = time.monotonic()
-        """When the last event was added."""
+        """The time when the last event was added."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
@@ -84,7 +84,7 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def news(self) -> LogAppend:
-        """What the store does not have."""
+        """The events that the store does not have."""
         self._untold += pack_events(self._new)
         self._new.clear()
         return LogAppend(self.id, self.n_told, self._untold, self._has_ended)
@@ -96,7 +96,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """All of them in one ingress. For its event loop."""
+    """The responses in the background of one ingress. For its event loop."""
 
     def __init__(
         self,

@@ -94,8 +94,8 @@ class ResponseAnswer(EventAnswer):
         return sse.named_event(event) if event["sequence_number"] > self._after else b""
 
     def ping(self) -> bytes:
-        """Who reads the log later counts the same events. The log of a response that others make is theirs,
-        and so are its signs of life."""
+        """A sign of life in the log: who reads it later counts the same events. The log of a response
+        that others make is theirs, and so are its signs of life."""
         if self.log is None or (self.log and self.log[-1].is_last):
             return sse.PING
         self.log.append(Event.wait())

@@ -82,7 +82,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     at: float
     delta: TokenDelta | None = None
     error: CorralError | None = None
-    """Neither a delta nor an error: it was cancelled."""
+    """An entry with neither a delta nor an error: it was cancelled."""
 
     @classmethod
     def wait(cls) -> Event:
@@ -149,7 +149,7 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Where responses are kept. All ingresses of an application have the same one."""
+    """The place where responses are kept. All ingresses of an application have the same one."""
 
     is_shared: bool
     """Whether it outlives an ingress."""
@@ -210,7 +210,7 @@ class _ResponseLog:
         return len(self.stored_request) + sum(map(len, self.chunks)) + n_ids
 
     def tell(self, first: int = 0) -> StoredResponse:
-        """What others read of it, its log from that chunk on."""
+        """The part that others read of it, its log from that chunk on."""
         return StoredResponse(self.stored_request, self.chunks[first:], self.has_ended)
 
 
@@ -228,7 +228,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """Each holder has its own, the oldest first."""
+        """The responses of each holder, the oldest first."""
         self._by_item: dict[str, list[str]] = {}
         """The responses with an item, the newest last, by its id. For each one's own items, the prefix of
         their ids stands."""
@@ -311,19 +311,19 @@ class Store:
         return None if entry is None else entry.tell(first)
 
     async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
-        found: dict[str, _ResponseLog] = {}
+        logs: dict[str, _ResponseLog] = {}
         for item_id in reversed(item_ids):
             names = self._names_by_item(item_id)
-            if any(name in found for name in names):
+            if any(name in logs for name in names):
                 continue
             entries = ((name, self._find_log(name, key)) for name in names)
             name, entry = next((pair for pair in entries if pair[1] is not None), ("", None))
             if entry is None:
                 break
-            found[name] = entry
-        if sum(entry.n_bytes for entry in found.values()) > MAX_BYTES_EACH:
+            logs[name] = entry
+        if sum(entry.n_bytes for entry in logs.values()) > MAX_BYTES_EACH:
             raise KeyLimitError("The responses with these items are too large together.")
-        return [entry.tell() for entry in found.values()]
+        return [entry.tell() for entry in logs.values()]
 
     def _names_by_item(self, item_id: str) -> list[str]:
         """The responses with this item, the newest first."""

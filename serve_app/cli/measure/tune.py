@@ -80,7 +80,7 @@ class TuneLoad:
     max_tokens: int
     rounds: int
     threads: int
-    """Where a variant does not say."""
+    """The threads of variants that do not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ what it printed and try another way, three times at most; then ask. Say done whe
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS_PER_WORD = 2.5
-"""More than any tokenizer here needs; keeps prompts inside the context."""
+"""A bound above what any tokenizer here needs; keeps prompts inside the context."""
 MOST_TURNS = 12
 
 
@@ -65,7 +65,7 @@ class Ask:
     body: dict[str, Any]
     think_s: float
     leave_after_s: float | None = None
-    """When the user hangs up, if the answer is not complete by then."""
+    """The time when the user hangs up, if the answer is not complete by then."""
     read_pause_s: float = 0.0
     """How long the user waits before reading each next event."""
 

@@ -113,8 +113,8 @@ class Checkpoints:
         return 0 if found is None else found.n_tokens
 
     def stops(self, n_cached: int, n_known: int, n_tokens: int) -> tuple[int, ...]:
-        """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
-        which others have had `n_known`."""
+        """The places for checkpoints in a prompt of `n_tokens` whose first `n_cached` are in the slot,
+        and of which others have had `n_known`."""
         stops, last = [], n_cached
         for stop in (
             (n_known, n_tokens - _BEFORE_END) if self.is_needed and self._budget_bytes else ()

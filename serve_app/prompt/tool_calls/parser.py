@@ -143,8 +143,9 @@ class CallParser:
         return [content] if content else []
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        """Where, from this place on, the first opening begins, with the line ends before it, and where it
-        ends: None while there is only what may become one. The text's end if there is not even that."""
+        """The place, from this one on, where the first opening begins, with the line ends before it,
+        and where it ends: None while there is only what may become one. The text's end if there is not
+        even that."""
         place = text.find(self.opening, at)
         start = place if place >= 0 else len(text) - overlap(text, self.opening, at)
         while start > at and text[start - 1] == "\n":

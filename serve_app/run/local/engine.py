@@ -32,7 +32,7 @@ METHODS = frozenset(
         *("load_adapter", "unload_adapter", "stats", "explain", "act_on_slot"),
     }
 )
-"""What a server may call beside `start` and `ping`."""
+"""The methods that a server may call beside `start` and `ping`."""
 _HEALTH_EVERY_S = 2.0
 _END_S = 5.0
 """The longest time that unloading may take when the server is gone."""

@@ -340,7 +340,7 @@ def rendered_tokens(model: ModelInfo, body: ChatRequest, prompt_field: str) -> t
 
 
 def describe_prompt(tokens: Sequence[int]) -> dict[str, Any]:
-    """What vLLM's routes `/render` tell of a prompt, as far as routers read it."""
+    """The figures that vLLM's routes `/render` tell of a prompt, as far as routers read it."""
     return {"request_id": uuid.uuid4().hex, "token_ids": tokens, "features": None}
 
 
