@@ -169,7 +169,7 @@ class _FileError(ConfigError):
 
 
 @contextmanager
-def _files() -> Iterator[None]:
+def _file_errors() -> Iterator[None]:
     """A block that looks up and reads files of a model. Raises _FileError."""
     try:
         yield
@@ -210,13 +210,13 @@ def _find(
     """The figures that the model's files tell. Raises ConfigError and OSError."""
     stages = model.engine.stages
     if stages == "auto":
-        with _files():
+        with _file_errors():
             stages = _fewest_stages(model, memory_bytes, downloads)
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
-    with _files():
+    with _file_errors():
         source, projector, needs = _look_up(model, downloads, only_here=only_here)
         adapters = tuple(pinned_adapter(one, downloads) for one in model.adapters)
         draft = pinned_source("engine.draft", draft_source(model), downloads)

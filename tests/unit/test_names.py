@@ -22,6 +22,8 @@ PARTICIPLE = re.compile(
 )
 NO_PARTICIPLES = frozenset({"embed", "shutdown", "speed"})
 """Verbs and nouns that look like participles."""
+SHARED_NAMES = frozenset({"main", "parse_args"})
+"""The functions that each program has: where it begins, and what reads its arguments."""
 MOST_ARGUMENTS = 7
 """The most arguments of a constructor in the engine and its kernels."""
 ENGINE = ("engine", "llama", "openvino")
@@ -107,6 +109,15 @@ def bare_participles(source: str) -> list[tuple[int, str]]:
     ]
 
 
+def module_functions(source: str) -> list[str]:
+    """The names of a module's own functions."""
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
 def long_constructors(source: str) -> list[tuple[int, int]]:
     """The constructors that take too many arguments besides `self`."""
     findings = []
@@ -160,6 +171,16 @@ def test_functions_are_named_by_verbs_or_nouns() -> None:
     }
     # What the keyword `required` of JSON Schemas becomes; the table of keywords names its functions so.
     assert found == {("json_schemas.py", "_required")}
+
+
+def test_no_function_has_the_name_of_two_others() -> None:
+    """Methods do not count: a class, a protocol or a base class says what they are of."""
+    places = defaultdict[str, set[str]](set)
+    for path in MODULES:
+        for name in module_functions(path.read_text()):
+            places[name].add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(paths) for name, paths in places.items() if len(paths) > 2}
+    assert shared.keys() == SHARED_NAMES, shared
 
 
 def test_bare_participles_are_found() -> None:

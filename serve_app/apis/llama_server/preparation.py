@@ -55,7 +55,7 @@ class PreparedLlamaCompletion:
     """The triggers of the grammar, as the request has them."""
 
 
-def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
+def llama_completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
     model = find(models, request.model)
     if isinstance(request.prompt, MediaPrompt):
@@ -139,7 +139,7 @@ def tokenize(models: Models, request: AnyTokenizeRequest) -> bytes:
         return encode_json({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
     return encode_json(
-        {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+        {"tokens": [{"id": token, "piece": _encode_piece(piece)} for token, piece in pieces]}
     )
 
 
@@ -162,7 +162,7 @@ def _tokens_as_vllm(model: ModelInfo, request: TokenizePrompt | TokenizeChat) ->
     )
 
 
-def _piece(piece: bytes) -> str | list[int]:
+def _encode_piece(piece: bytes) -> str | list[int]:
     try:
         return piece.decode()
     except UnicodeDecodeError:

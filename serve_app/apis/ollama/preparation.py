@@ -67,7 +67,7 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """Whether the answer tells the conversation's tokens."""
 
 
-def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | OllamaLoad:
+def prepare_chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     turns = [message.as_turn() for message in request.messages]
     model = find(models, request.model)
@@ -229,7 +229,7 @@ def embed(models: Models, request: OllamaEmbedRequest) -> TextsToEmbed:
     return dataclasses.replace(made, dimensions=dimensions, user=request.user)
 
 
-def embeddings(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed:
+def embed_prompt(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed:
     """POST /api/embeddings. Raises CorralError."""
     model = find(models, request.model)
     texts = [request.prompt] if request.prompt else []

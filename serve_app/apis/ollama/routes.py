@@ -54,7 +54,7 @@ async def ollama_chat(
     models: ModelsArgument,
     body: Annotated[
         OllamaGeneration | OllamaLoad,
-        prepare_with(preparation.chat, any_type=True, example=CHAT | {"stream": False}),
+        prepare_with(preparation.prepare_chat, any_type=True, example=CHAT | {"stream": False}),
     ],
 ) -> Response:
     """Answer a chat, Ollama's way: line by line, unless `stream` is false."""
@@ -124,7 +124,7 @@ async def ollama_embeddings(
     bodies: BodiesArgument,
     body: Annotated[
         TextsToEmbed,
-        prepare_with(preparation.embeddings, any_type=True, example={"prompt": "A fox."}),
+        prepare_with(preparation.embed_prompt, any_type=True, example={"prompt": "A fox."}),
     ],
 ) -> Response:
     """A text as a vector, as Ollama did it before."""

@@ -233,7 +233,7 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
     )
 
 
-def input_tokens(models: Models, body: bytes) -> PromptLength | After:
+def count_input_tokens(models: Models, body: bytes) -> PromptLength | After:
     """POST /v1/responses/input_tokens, maybe behind a record: the prompt's length. Raises CorralError."""
     read = _read_request(models, body)
     if isinstance(read, After):

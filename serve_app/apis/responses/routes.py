@@ -143,7 +143,7 @@ async def responses(
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
     models: ModelsArgument,
-    length: Annotated[PromptLength, _continue_with(preparation.input_tokens)],
+    length: Annotated[PromptLength, _continue_with(preparation.count_input_tokens)],
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
     return InputTokens(input_tokens=await generation.n_tokens(models, length))

@@ -68,7 +68,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The tools that the conversation makes known, as `asked` has others."""
 
     def pack(self) -> bytes:
-        return msgpack.pack(self)
+        return msgpack.encode(self)
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> StoredRequest:
@@ -103,7 +103,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 def pack_events(events: Sequence[Event]) -> list[bytes]:
     """Pack events as chunks of a log."""
     starts = range(0, len(events), _CHUNK)
-    return [msgpack.pack(events[start : start + _CHUNK]) for start in starts]
+    return [msgpack.encode(events[start : start + _CHUNK]) for start in starts]
 
 
 def unpack_events(chunk: bytes | memoryview) -> list[Event]:

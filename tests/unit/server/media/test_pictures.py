@@ -99,7 +99,9 @@ def of_anthropic(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
 def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
-    made = prepared(ollama.chat, models, json.dumps({"model": "m", "messages": [turn]}).encode())
+    made = prepared(
+        ollama.prepare_chat, models, json.dumps({"model": "m", "messages": [turn]}).encode()
+    )
     assert isinstance(made, ollama.OllamaGeneration)
     return made.chat.generation
 
