@@ -183,6 +183,13 @@ def test_no_function_has_the_name_of_two_others() -> None:
     assert shared.keys() == SHARED_NAMES, shared
 
 
+def test_generation_names_one_thing() -> None:
+    """The class of prepared bodies, and the fields and variables that have one."""
+    functions = {name for path in MODULES for name in module_functions(path.read_text())}
+    assert "generation" not in functions | {path.stem for path in MODULES}
+    assert [path.parent.name for path in class_places()["Generation"]] == ["answering"]
+
+
 def test_bare_participles_are_found() -> None:
     source = "def held(): ...\nclass C:\n    def _joined(self): ...\n    def embed(self): ...\n"
     assert bare_participles(source) == [(1, "held"), (3, "_joined")]

@@ -82,7 +82,7 @@ def _completion(
     sampling, n = _with_triggers(model, request), request.n_answers
     fields = request.response_fields
     return PreparedLlamaCompletion(
-        preparation.generation(model, request, prompts, n, sampling, "prompt", media),
+        preparation.make_generation(model, request, prompts, n, sampling, "prompt", media),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
         request.return_tokens,

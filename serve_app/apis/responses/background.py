@@ -29,7 +29,7 @@ from serve_app.apis.responses.store import (
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
 from serve_app.base.types import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.http import request_context
 from serve_app.server.http.errors import unexpected_error
 from serve_app.server.http.request_context import Caller
@@ -157,7 +157,7 @@ class BackgroundResponses:
     ) -> None:
         request_context.enter(response.caller)
         try:
-            async with aclosing(await generation.start(model, [request])) as deltas:
+            async with aclosing(await streaming.start(model, [request])) as deltas:
                 response.accepted.set_result(None)
                 async for _, delta in deltas:
                     response.add(Event(time.time(), delta))

@@ -505,12 +505,12 @@ class Model:
         return [t for t in (*begins, *query, *between, *document, *ends) if t is not None]
 
     def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation (end of text, end of turn)."""
+        """Whether the token ends an answer (end of text, end of turn)."""
         return bool(_is_eog(self._vocab, token))
 
     @functools.cached_property
     def eog_tokens(self) -> tuple[int, ...]:
-        """Every token that ends a generation."""
+        """Every token that ends an answer."""
         return tuple(token for token in range(self.n_vocab) if self.is_eog(token))
 
     @property
