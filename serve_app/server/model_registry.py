@@ -218,7 +218,7 @@ class ModelInfo:
 
     @property
     def purpose(self) -> Purpose:
-        """The use that the model's file says that it is for: an encoder, or one with a kind of pooling,
+        """The use that the model's file says that it is for. An encoder, or one with a kind of pooling,
         is not made to write text."""
         if self.problem:
             return "text"
