@@ -1,5 +1,4 @@
-"""Reads what users saw: parses streamed completions, says how requests ended, and adds figures up.
-Pure."""
+"""Reads what users saw: parses streams, says how requests ended, and adds figures up. Pure."""
 
 from __future__ import annotations
 
