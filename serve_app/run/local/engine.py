@@ -71,11 +71,10 @@ class EngineProcess:
             *("corral", model.id, replica_id, "local", Path(folder), reserved_cpus),
             measures_again=measures_again,
         )
-        replica: LoadedModel | OnDemandModel = (
-            LoadedModel() if model.on_demand is None else OnDemandModel()
-        )
-        await replica.start(model, place)
-        self._replica = replica
+        if model.on_demand is None:
+            self._replica = await LoadedModel.load(model, place)
+        else:
+            self._replica = OnDemandModel(model, place)
         self._watching = asyncio.create_task(self._watch())
 
     async def ping(self) -> None:

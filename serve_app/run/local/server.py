@@ -127,8 +127,7 @@ class LocalServer:
             model_host=self if self._app.manage_models else None,
             forks_workers=True,
         )
-        ingress = IngressServer()
-        await ingress.start(self.configured_models, self._settings, place)
+        ingress = await IngressServer.open(self.configured_models, self._settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)

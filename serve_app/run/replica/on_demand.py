@@ -322,16 +322,14 @@ class OnDemandModel:
     """A model that is loaded and unloaded within one process. Calls that need the model load it; all others
     answer without it while it is not loaded. Used in the replica's event loop."""
 
-    async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
-        """Be ready to load the model. To be called first and once."""
+    def __init__(self, model: ResolvedModel, place: ReplicaPlace) -> None:
+        """Be ready to load the model. Raises OSError."""
         settings = model.on_demand
         assert settings is not None  # or it would be a LoadedModel
+        residency = Residency(place.folder / "on-demand", place.replica_id, settings.max_loaded)
+        load = functools.partial(LoadedModel.load, model, place)
+        self.lifecycle = ModelLifecycle(model.id, settings.keep_alive_s, residency, load, _clean_up)
         self.id = place.replica_id
-        folder = place.folder / "on-demand"
-        residency = Residency(folder, self.id, settings.max_loaded)
-        self.lifecycle = ModelLifecycle(
-            model.id, settings.keep_alive_s, residency, lambda: _load_model(model, place), _clean_up
-        )
 
     generate = _loading(LoadedModel.generate)
     embed = _loading(LoadedModel.embed)
@@ -373,21 +371,8 @@ class OnDemandModel:
             model.check_health()
 
     async def leave(self) -> None:
-        """Unload the model. Serve also calls it if the start has failed."""
-        if "lifecycle" in vars(self):
-            await self.lifecycle.close()
-
-
-async def _load_model(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
-    """Load a model. Raises ConfigError, and whatever else may go wrong; nothing is left of it then."""
-    loaded = LoadedModel()
-    try:
-        await loaded.start(model, place)
-    except BaseException:
-        await loaded.close()
-        loaded.forget()
-        raise
-    return loaded
+        """Unload the model."""
+        await self.lifecycle.close()
 
 
 def _clean_up() -> None:
