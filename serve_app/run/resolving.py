@@ -69,7 +69,7 @@ def resolve(
     n_places = len(models) - n_on_demand + n_at_once
     shares = plan.shares(here, n_places)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
-    found: dict[int, _Found] = {}
+    by_place: dict[int, _ModelFiles] = {}
     needs: list[sizing.Need] = []
     for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
@@ -79,9 +79,11 @@ def resolve(
         if names_its_share(model):
             share = plan.whole_share(here, n_places)
         try:
-            one = _find(model, share, here.memory_bytes // n_places, downloads, only_here=only_here)
-            needs.append(_need(one, here))
-            found[i] = one
+            files = _find_files(
+                model, share, here.memory_bytes // n_places, downloads, only_here=only_here
+            )
+            needs.append(_need(files, here))
+            by_place[i] = files
         except (ConfigError, OSError) as error:
             if left_out is None or not isinstance(error, _FileError):
                 raise ConfigError(f"models ({model.id}): {error}") from None
@@ -92,11 +94,11 @@ def resolve(
         for n_bytes in (here.memory_bytes, here.total_bytes)
     )
     resolved = []
-    for i, one in found.items():
+    for i, files in by_place.items():
         try:
-            undecided = _resolve(one, here, downloads, free[i], total[i])
+            undecided = _resolve(files, here, downloads, free[i], total[i])
         except ConfigError as error:
-            raise ConfigError(f"models ({one.model.id}): {error}") from None
+            raise ConfigError(f"models ({files.model.id}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
@@ -183,7 +185,7 @@ def names_its_share(model: ModelConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ModelFiles:
     """A model with what its files tell, and its share of the cores."""
 
     model: ModelConfig
@@ -197,14 +199,14 @@ class _Found:
     draft: ModelSource | None
 
 
-def _find(
+def _find_files(
     model: ModelConfig,
     share: Share,
     memory_bytes: int,
     downloads: DownloadsConfig,
     *,
     only_here: bool,
-) -> _Found:
+) -> _ModelFiles:
     """What the model's files tell. Raises ConfigError and OSError."""
     stages = model.engine.stages
     if stages == "auto":
@@ -220,16 +222,16 @@ def _find(
         draft = pinned_source("engine.draft", draft_source(model), downloads)
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
-    return _Found(model, share, stages, source, projector, needs, adapters, draft)
+    return _ModelFiles(model, share, stages, source, projector, needs, adapters, draft)
 
 
-def _need(found: _Found, here: Machine) -> sizing.Need:
+def _need(files: _ModelFiles, here: Machine) -> sizing.Need:
     """The memory that all replicas of the model on this machine can use. Raises ConfigError."""
-    if found.needs is None or found.stages > 1:
+    if files.needs is None or files.stages > 1:
         return sizing.UNKNOWN
-    _, reserved, n_together = _reserve(found.model, found.share, here)
-    cores = _cores(found.model.engine, found.share, here, reserved)
-    return sizing.need(found.model.engine, found.needs, cores=cores, n_replicas=n_together)
+    _, reserved, n_together = _reserve(files.model, files.share, here)
+    cores = _cores(files.model.engine, files.share, here, reserved)
+    return sizing.need(files.model.engine, files.needs, cores=cores, n_replicas=n_together)
 
 
 def _divide(
@@ -250,11 +252,15 @@ def _divide(
 
 
 def _resolve(
-    found: _Found, here: Machine, downloads: DownloadsConfig, memory_bytes: int, total_bytes: int
+    files: _ModelFiles,
+    here: Machine,
+    downloads: DownloadsConfig,
+    memory_bytes: int,
+    total_bytes: int,
 ) -> ResolvedModel:
     """Raises ConfigError. `memory_bytes` are free for the model's replicas here, of `total_bytes` that they
     may take when those before them are gone."""
-    model, share, needs, stages = found.model, found.share, found.needs, found.stages
+    model, share, needs, stages = files.model, files.share, files.needs, files.stages
     if stages == 1 and needs is not None:
         share = _with_room(model, share, needs, total_bytes)
     num_cpus, reserved, n_together = _reserve(model, share, here)
@@ -271,7 +277,7 @@ def _resolve(
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=model_defaults(model.defaults),
-        source=found.source,
+        source=files.source,
         downloads=downloads,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
@@ -281,9 +287,9 @@ def _resolve(
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
-        adapters=found.adapters,
-        projector=found.projector,
-        draft=found.draft,
+        adapters=files.adapters,
+        projector=files.projector,
+        draft=files.draft,
         waits_for_requests=model.keep_alive is not None
         or model.serve.scaling_bound("min_replicas") == 0,
         on_demand=None

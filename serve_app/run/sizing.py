@@ -176,10 +176,10 @@ def divide(memory_bytes: int, needs: Sequence[Need]) -> list[int]:
     """Each model's part of the memory: what it needs, or an equal part of what those leave that need less.
     An UNKNOWN need is an equal part of all. What is left over goes to those that can use it. Pure."""
     of_all = memory_bytes // max(1, len(needs))
-    wanted = [of_all if n_bytes == math.inf else int(n_bytes) for n_bytes, _ in needs]
+    sizes = [of_all if n_bytes == math.inf else int(n_bytes) for n_bytes, _ in needs]
     parts, left = [0] * len(needs), memory_bytes
-    for n, i in enumerate(sorted(range(len(needs)), key=wanted.__getitem__)):
-        parts[i] = min(wanted[i], left // (len(needs) - n))
+    for n, i in enumerate(sorted(range(len(needs)), key=sizes.__getitem__)):
+        parts[i] = min(sizes[i], left // (len(needs) - n))
         left -= parts[i]
     growing = [i for i, (_, grows) in enumerate(needs) if grows]
     for i in growing:
