@@ -311,19 +311,18 @@ class Store:
         return None if entry is None else entry.tell(first)
 
     async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
-        found: dict[str, _ResponseLog] = {}
+        logs: dict[str, _ResponseLog] = {}
         for item_id in reversed(item_ids):
             names = self._names_by_item(item_id)
-            if any(name in found for name in names):
+            if any(name in logs for name in names):
                 continue
-            entries = ((name, self._find_log(name, key)) for name in names)
-            name, entry = next((pair for pair in entries if pair[1] is not None), ("", None))
-            if entry is None:
+            newest = next((name for name in names if self._find_log(name, key)), None)
+            if newest is None:
                 break
-            found[name] = entry
-        if sum(entry.n_bytes for entry in found.values()) > MAX_BYTES_EACH:
+            logs[newest] = self._kept[newest]
+        if sum(log.n_bytes for log in logs.values()) > MAX_BYTES_EACH:
             raise KeyLimitError("The responses with these items are too large together.")
-        return [entry.tell() for entry in found.values()]
+        return [log.tell() for log in logs.values()]
 
     def _names_by_item(self, item_id: str) -> list[str]:
         """The responses with this item, the newest first."""
