@@ -64,7 +64,8 @@ def test_a_chat_goes_on_from_a_response(client: openai.OpenAI) -> None:
     references: Any = [{"type": "item_reference", "id": item_id} for item_id in ids]
     fourth = client.responses.create(model="demo", input=references, temperature=0)
     assert fourth.output_text == third.output_text
-    assert fourth.usage and third.usage
+    assert fourth.usage
+    assert third.usage
     assert fourth.usage.input_tokens == third.usage.input_tokens
     with pytest.raises(openai.NotFoundError, match="Item with id 'msg_1' not found"):
         client.responses.create(model="demo", input=[{"id": "msg_1"}])
