@@ -44,6 +44,11 @@ def item_prefix(response_id: str) -> str:
     return hashlib.blake2b(response_id.encode(), digest_size=_PREFIX_CHARS // 2).hexdigest()
 
 
+def prefix_in(item_id: str) -> str:
+    """The prefix in the id of an item, if that is a response's own."""
+    return item_id.partition("_")[2][:_PREFIX_CHARS]
+
+
 class StoredRequest(msgspec.Struct, frozen=True):
     """The input that a response is made from."""
 
@@ -326,8 +331,8 @@ class Store:
 
     def _names_by_item(self, item_id: str) -> list[str]:
         """The responses with this item, the newest first."""
-        prefix = item_id.partition("_")[2][:_PREFIX_CHARS]
-        return [*self._by_item.get(prefix, ()), *self._by_item.get(item_id, ())][::-1]
+        own = self._by_item.get(prefix_in(item_id), ())
+        return [*own, *self._by_item.get(item_id, ())][::-1]
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         if self._find_log(response_id, key) is None:
