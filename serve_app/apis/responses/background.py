@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -22,13 +22,15 @@ from serve_app.apis.responses.store import (
     ResponseStore,
     StoredRequest,
     StoredResponse,
+    item_prefix,
     pack_events,
+    prefix_in,
     unpack_events,
 )
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
 from serve_app.base.types import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.http import request_context
 from serve_app.server.http.errors import unexpected_error
 from serve_app.server.http.request_context import Caller
@@ -56,7 +58,7 @@ class BackgroundResponse:
         """The events that are in no chunk yet."""
         self._has_ended = False
         self._told_at = time.monotonic()
-        """When the last event was added."""
+        """The time when the last event was added."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
@@ -83,7 +85,7 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def news(self) -> LogAppend:
-        """What the store does not have."""
+        """The events that the store does not have."""
         self._untold += pack_events(self._new)
         self._new.clear()
         return LogAppend(self.id, self.n_told, self._untold, self._has_ended)
@@ -95,7 +97,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """All of them in one ingress. For its event loop."""
+    """The responses in the background of one ingress. For its event loop."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class BackgroundResponses:
         with ExitStack() as places:
             places.enter_context(self.open_requests.count(caller.holder))
             try:
-                await self._store.put(owner, stored_request.pack(), response.news(), self._kept_s)
+                await self._put(owner, stored_request, response.news())
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             places.enter_context(caller.handed_over())
@@ -156,7 +158,7 @@ class BackgroundResponses:
     ) -> None:
         request_context.enter(response.caller)
         try:
-            async with aclosing(await generation.start(model, [request])) as deltas:
+            async with aclosing(await streaming.start(model, [request])) as deltas:
                 response.accepted.set_result(None)
                 async for _, delta in deltas:
                     response.add(Event(time.time(), delta))
@@ -202,16 +204,20 @@ class BackgroundResponses:
     async def keep(self, stored_request: StoredRequest, owner: Owner, events: list[Event]) -> None:
         """Keep a complete response. Waits a moment at most, and raises nothing: it was answered."""
         log = LogAppend(stored_request.id, 0, pack_events(events), has_ended=True)
-        putting = _aside(self._keep(owner, stored_request.pack(), log))
+        putting = _aside(self._keep(owner, stored_request, log))
         self._putting[stored_request.id] = putting
         await asyncio.wait([putting], timeout=PUT_S)
 
-    async def _keep(self, owner: Owner, packed_request: bytes, log: LogAppend) -> None:
+    async def _keep(self, owner: Owner, stored_request: StoredRequest, log: LogAppend) -> None:
         try:
-            await self._store.put(owner, packed_request, log, self._kept_s)
+            await self._put(owner, stored_request, log)
         except Exception as error:
             logger.warning("%s is not kept: %s", log.id, error)
         self._putting.pop(log.id, None)
+
+    async def _put(self, owner: Owner, stored_request: StoredRequest, log: LogAppend) -> None:
+        packed, item_ids = stored_request.pack(), stored_request.item_ids
+        await self._store.put(owner, packed, log, self._kept_s, item_ids)
 
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
@@ -223,6 +229,14 @@ class BackgroundResponses:
         if stored is None:
             raise ResponseNotFoundError(response_id)
         return stored
+
+    async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
+        """Responses of this key's with these items, from the last item on up to one that is not kept.
+        Raises KeyLimitError."""
+        prefixes = set(map(prefix_in, item_ids)) if self._putting else ()
+        for name in [name for name in self._putting if item_prefix(name) in prefixes]:
+            await self._wait_until_put(name)
+        return await self._store.find_items(item_ids, key) or []
 
     async def _wait_until_put(self, response_id: str) -> None:
         """Return when the response is not on its way to the store."""

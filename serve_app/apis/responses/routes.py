@@ -27,10 +27,10 @@ from serve_app.base.errors import (
     ResponseNotFoundError,
 )
 from serve_app.server.access.bodies import mark_unread
-from serve_app.server.answering import generation
-from serve_app.server.answering.generation import Deltas
+from serve_app.server.answering import streaming
 from serve_app.server.answering.openai_answers import InputTokens
 from serve_app.server.answering.preparation import PromptLength
+from serve_app.server.answering.streaming import Deltas
 from serve_app.server.http import request_context, sse
 from serve_app.server.http.dependencies import (
     Bodies,
@@ -61,7 +61,7 @@ PROMPT_END = 64
 
 
 class Continued(PreparedBody[T | After]):
-    """The dependency on a body that may go on from an earlier response, and is then prepared behind it."""
+    """The dependency on a body that may go on from what is kept, and is then prepared behind it."""
 
     async def __call__(self, request: Request) -> T | After:
         """Read the body in a worker. Raises CorralError."""
@@ -75,12 +75,8 @@ class Continued(PreparedBody[T | After]):
         if not isinstance(result, After):
             return result
         request_context.current().ignored.clear()  # they are told again
-        responses: BackgroundResponses = request.app.state.responses
-        try:
-            stored, _ = await _find_stored(responses, result.response_id)
-        except ResponseNotFoundError:
-            raise PreviousResponseError(result.response_id) from None
-        return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
+        stored = await _find_kept(request.app.state.responses, result)
+        return await bodies.work(self.prepare, *preparation.record(*stored), *pieces)
 
 
 def _continue_with(prepare: Callable[[Models, bytes], Any]) -> Any:
@@ -106,7 +102,7 @@ async def responses(
             "This server keeps no responses, so none can run in the background."
         )
     model = find(models, wanted.model)
-    (request,) = await generation.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
+    (request,) = await streaming.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
     stored = StoredRequest(
         id=request.id,
         model=model.id,
@@ -118,6 +114,7 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
+        item_ids=prepared.item_ids,
         later_tools=prepared.later_tools,
     )
     answer = ResponseAnswer(
@@ -132,7 +129,7 @@ async def responses(
     else:
         if fields["store"]:
             responses.prepare()
-        deltas = await generation.start(model, [request])
+        deltas = await streaming.start(model, [request])
         answer.log = []
         keeper = responses if fields["store"] else None
         entries = _log(deltas, stored, owner, answer.log, keeper)
@@ -146,10 +143,10 @@ async def responses(
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
     models: ModelsArgument,
-    length: Annotated[PromptLength, _continue_with(preparation.input_tokens)],
+    length: Annotated[PromptLength, _continue_with(preparation.count_input_tokens)],
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
-    return InputTokens(input_tokens=await generation.n_tokens(models, length))
+    return InputTokens(input_tokens=await streaming.n_tokens(models, length))
 
 
 @ROUTER.post("/v1/responses/render")
@@ -226,9 +223,27 @@ async def _find_stored(
     """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if
     the caller may use its model no more."""
     stored = await responses.find(response_id, key())
+    return stored, _check_model(stored)
+
+
+def _check_model(stored: StoredResponse) -> StoredRequest:
     request = StoredRequest.unpack(stored.stored_request)
     request_context.current().check_model(request.model, request.model)
-    return stored, request
+    return request
+
+
+async def _find_kept(responses: BackgroundResponses, after: After) -> list[StoredResponse]:
+    """The response that a request goes on from, if there is one, and those with the items that it refers
+    to. Raises PreviousResponseError, KeyLimitError, and PermissionDeniedError as above."""
+    stored = await responses.find_items(after.item_ids, key()) if after.item_ids else []
+    if after.response_id is not None:
+        try:
+            stored.insert(0, await responses.find(after.response_id, key()))
+        except ResponseNotFoundError:
+            raise PreviousResponseError(after.response_id) from None
+    for one in stored:
+        _check_model(one)
+    return stored
 
 
 async def _follow_response(

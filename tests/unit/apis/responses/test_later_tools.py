@@ -150,20 +150,14 @@ async def test_without_a_search_of_the_client_no_tool_is_deferred(
 
 
 @pytest.mark.parametrize(
-    "item",
-    [
-        {"type": "item_reference", "id": "msg_1"},
-        {"id": "msg_1"},
-        {"type": "compaction", "encrypted_content": "x"},
-        {"type": "compaction_trigger"},
-    ],
+    "item", [{"type": "compaction", "encrypted_content": "x"}, {"type": "compaction_trigger"}]
 )
 async def test_items_that_stand_for_a_lost_conversation_are_refused(
     client: httpx.AsyncClient, engine: ScriptedEngine, item: dict[str, Any]
 ) -> None:
     answer = await client.post("/v1/responses", json={"input": [ASKED, item]})
     assert (answer.status_code, engine.requests) == (400, [])
-    assert item.get("type", "item_reference") in answer.json()["error"]["message"]
+    assert item["type"] in answer.json()["error"]["message"]
 
 
 async def test_the_last_configuration_counts(
@@ -193,11 +187,14 @@ async def test_the_last_configuration_counts(
         ("/v1/responses", {"prompt_cache_options": {"prewarm": True}}),
         ("/v1/chat/completions", {"moderation": {"model": "omni"}}),
         ("/v1/chat/completions", {"prompt_cache_options": {"prewarm": True}}),
+        ("/v1/chat/completions", {"truncate_prompt_tokens": 5}),
+        ("/v1/completions", {"truncate_prompt_tokens": 5}),
+        ("/v1/responses", {"input": []}),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(
     client: httpx.AsyncClient, engine: ScriptedEngine, path: str, fields: dict[str, Any]
 ) -> None:
-    asked = {"input": "x"} if path == "/v1/responses" else {"messages": [ASKED]}
-    answer = await client.post(path, json=asked | fields)
+    asked = {"/v1/responses": {"input": "x"}, "/v1/completions": {"prompt": "x"}}
+    answer = await client.post(path, json=asked.get(path, {"messages": [ASKED]}) | fields)
     assert (answer.status_code, engine.requests) == (400, [])

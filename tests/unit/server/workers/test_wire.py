@@ -72,7 +72,7 @@ async def received(data: bytes, kind: Any) -> wire.Outcome:
         (None, None),
         (b"{}", bytes),
         ((Picture.of(b"rgb", 1, 1), Sound.of(b"four")), tuple[Medium, ...]),
-        (After("resp_1"), PreparedResponse | After),
+        (After("resp_1", ["msg_1"]), PreparedResponse | After),
         (
             [BatchLine(1, "q", 2, 3, b"p"), BatchLine(2, error=LineError(code="a", message="b"))],
             list[BatchLine],
