@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from operator import sub
 from typing import TypeVar
 
+from serve_app.base import turns
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import (
     CacheFullError,
@@ -71,6 +72,7 @@ class EngineCore:
     ) -> None:
         self.backend = backend
         self.options = options
+        self.turns = turns.current()
         self.command_queue = command_queue
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
@@ -129,6 +131,8 @@ class EngineCore:
     def step(self) -> None:
         """Admit, schedule, decode, sample, postprocess and deliver: one turn of the loop."""
         began, done = self._begin()
+        if not self._take_turn():
+            return
         self.admit()
         for guest in self.guests:
             guest.before_schedule()
@@ -143,6 +147,24 @@ class EngineCore:
         self._learn(results, computed_s)
         for guest in self.guests:
             guest.after_step(step_s, idle=not batches)
+
+    def _take_turn(self) -> bool:
+        """Wait for this engine's turn on its cores; False if it has only work that others go before."""
+        waited_s = self.turns.waited_s
+        turn_s = self.turns.take(behind=self._is_behind)
+        if turn_s is None:
+            return False
+        self.budget.begin_turn(turn_s)
+        if self.turns.waited_s > waited_s:
+            self.take_commands()  # this step can have them, too
+        return True
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether all work is in the background."""
+        return all(sequence.is_behind for sequence in self.live) and not any(
+            guest.has_urgent_work for guest in self.guests
+        )
 
     def _begin(self) -> tuple[float, _Done]:
         if not self.scheduler.running:  # nobody has waited since the last step
@@ -301,10 +323,11 @@ class EngineCore:
 
     def rest(self) -> None:
         """Do one piece of the work that waits until there are no requests."""
-        self.runner.use_adapters(())
-        for guest in self.guests:
-            if guest.rest_at <= time.monotonic():
-                guest.at_rest()
+        with self.turns.turn():
+            self.runner.use_adapters(())
+            for guest in self.guests:
+                if guest.rest_at <= time.monotonic():
+                    guest.at_rest()
         self.published.refresh()
 
     @property

@@ -217,6 +217,11 @@ class EmbeddingQueue(Guest):
         """Whether any text waits."""
         return bool(self._waiting)
 
+    @property
+    def has_urgent_work(self) -> bool:
+        """Whether any text waits that is not in the background."""
+        return any(not text.is_behind for text in self._waiting)
+
     def before_schedule(self) -> None:
         """Compute a batch of texts, and admit the requests that came meanwhile."""
         if self._waiting:
@@ -320,12 +325,13 @@ class EmbeddingQueue(Guest):
     def _limit(self, first: PendingText, n_pending: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
-        may_be_long = not (beside or among_clients or first.request.background)
-        if may_be_long or not (self._steps.budget.is_bounded and self._costs):
+        budget = self._steps.budget
+        may_be_long = not (beside or among_clients or first.request.background or budget.is_shared)
+        if may_be_long or not (budget.is_bounded and self._costs):
             return n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
-        within_s = min(share * self._steps.budget.max_stall_s, self._steps.budget.left_s)
+        within_s = min(share * budget.max_stall_s, budget.left_s)
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 

@@ -1,0 +1,419 @@
+"""Turns by which the engines of one machine share its cores: one computes at a time, on all of them.
+
+Two teams of threads on the same cores wait for each other at every barrier. So an engine holds the turn
+while it computes a step. The next engine is the one that had least of the machine, by measured seconds.
+That is start-time fair queueing (Goyal, Vin and Cheng, 1996).
+
+The engines share a table in a file. flock(2) guards it for some microseconds at a time, and the kernel
+drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A pidfd
+tells at once that the holder died. A holder that was stopped is passed over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import math
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from serve_app.base.locks import make_private
+
+logger = logging.getLogger("corral.engine")
+
+_VERSION, _MOST_ENGINES, _NOBODY = 1, 64, -1
+# A turn goes on over short steps for so long: the next engine's threads sleep, and its weights are in no
+# cache.
+_LEAST_TURN_S = 0.01
+# While others are active, a turn takes so long at most: a request that comes waits for the end of it.
+TURN_S = 0.06
+# An engine counts as active for so long after its last turn: its next request may come any time.
+_ACTIVE_S = 10.0
+# Whoever waits looks this often whether the holder goes on, and passes over one that was stopped, or that
+# computes for so long at once.
+_LOOK_EVERY_S, _MOST_HELD_S = 0.1, 2.0
+# No critical section takes so long, unless its process was stopped in it.
+_MOST_LOCKED_S, _RETRY_S = 0.2, 0.00005
+
+
+class _Entry(ctypes.Structure):
+    """An engine, as the table has it."""
+
+    _fields_ = (
+        ("pid", ctypes.c_int32),
+        ("waits", ctypes.c_int8),
+        ("is_behind", ctypes.c_int8),
+        ("began", ctypes.c_uint64),
+        ("had_s", ctypes.c_double),
+        ("stall_s", ctypes.c_double),
+        ("worked_at", ctypes.c_double),
+    )
+    pid: int
+    """The process; 0: the entry is free."""
+    waits: int
+    is_behind: int
+    """Whether its work goes behind that of all others."""
+    began: int
+    """When the process began, in the kernel's ticks: ids of processes are used again."""
+    had_s: float
+    """The seconds of the machine that it had, as far as they can be compared."""
+    stall_s: float
+    """The longest time that its streams should wait."""
+    worked_at: float
+    """When its last turn ended, on `time.monotonic`."""
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_int32),
+        ("holder", ctypes.c_int32),
+        ("n_waiting", ctypes.c_int32),
+        ("n_entries", ctypes.c_int32),
+        ("entries", _Entry * _MOST_ENGINES),
+    )
+    version: int
+    holder: int
+    n_waiting: int
+    n_entries: int
+    """The entries that have ever been used: those behind them are free."""
+    entries: ctypes.Array[_Entry]
+
+
+class Turns:
+    """An engine's place among those that share its cores. One thread, but for the seconds, which any thread
+    may read."""
+
+    def __init__(self, path: Path, stall_s: float = math.inf) -> None:
+        """Join the engines of that file, whose folder is this user's alone. `stall_s` is the longest time
+        that a stream of this engine should wait for its next token. Raises OSError."""
+        make_private(path.parent)
+        self._path = path
+        self.held_s = self.waited_s = 0.0
+        """The seconds of all turns, and of all waits for one."""
+        self._holds, self._began_at, self._charged_at = False, 0.0, 0.0
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with self._locked():
+                self._table = self._open_table()
+                self._index = self._join(stall_s)
+        except BaseException:
+            self._bell.close()
+            os.close(self._file)
+            raise
+
+    def take(self, *, behind: bool = False) -> float | None:
+        """Wait until it is this engine's turn; if it has the turn, others go first that had less. Returns
+        the seconds that this turn may take: infinite if no other engine was active lately. Work `behind`
+        all others' waits while any other does: None if it has no turn yet, so that the caller can look
+        whether it has more urgent work."""
+        began, table = time.monotonic(), self._table
+        if self._holds and table.holder == self._index and not table.n_waiting:
+            return self._most_s(began)
+        with self._locked():
+            entry = table.entries[self._index]
+            if self._holds and table.holder == self._index:
+                self._charge(began)
+                if began - self._began_at < _LEAST_TURN_S:
+                    return self._most_s(began)
+            elif not (self._holds or entry.waits or table.holder == self._index):
+                self._enter(entry, began)
+            if self._holds or table.holder != self._index:
+                entry.waits, entry.is_behind = True, behind
+                if table.holder in (self._index, _NOBODY):
+                    self._choose()
+            self._holds, table.n_waiting = False, self._n_waiting
+        has_turn = self._wait(until=began + _LOOK_EVERY_S if behind else math.inf)
+        now = time.monotonic()
+        self.waited_s += now - began
+        if not has_turn:
+            return None
+        self._holds, self._began_at, self._charged_at = True, now, now
+        return self._most_s(now)
+
+    def give(self) -> None:
+        """Give the turn to the next one, as this engine rests. Idempotent."""
+        entry = self._table.entries[self._index]
+        if self._holds or entry.waits:
+            with self._locked():
+                entry.waits = False
+                if self._table.holder == self._index:  # not if it was passed over
+                    if self._holds:
+                        self._charge(time.monotonic())
+                    self._choose()
+                self._holds = False
+
+    @property
+    def others_worked_at(self) -> float:
+        """When another engine had the turn last, on `time.monotonic`."""
+        if self._table.holder not in (self._index, _NOBODY):
+            return time.monotonic()
+        return max((one.worked_at for _, one in self._others), default=-math.inf)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within this, the turn is this engine's. It gives the turn back then, unless it had it before."""
+        had = self._holds
+        self.take()
+        try:
+            yield
+        finally:
+            if not had:
+                self.give()
+
+    def close(self) -> None:
+        """Leave. Not twice."""
+        self.give()
+        with self._locked():
+            self._clear(self._index)
+        self._bell.close()
+        os.close(self._file)
+
+    # -- under the lock ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        until = time.monotonic() + _MOST_LOCKED_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if (
+                    time.monotonic() > until
+                ):  # a stopped process has it: two compute at once, at worst
+                    break
+                time.sleep(_RETRY_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _open_table(self) -> _Table:
+        size = ctypes.sizeof(_Table)
+        if os.fstat(self._file).st_size != size:
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, size)
+        table = _Table.from_buffer(mmap.mmap(self._file, size))
+        if table.version != _VERSION:
+            ctypes.memset(ctypes.byref(table), 0, size)
+            table.version, table.holder = _VERSION, _NOBODY
+        return table
+
+    def _join(self, stall_s: float) -> int:
+        """Take a free entry, and listen there. Raises OSError."""
+        table = self._table
+        for index in range(table.n_entries):
+            if not _is_alive(table.entries[index]):
+                self._clear(index)
+                if table.holder == index:
+                    self._choose()
+        index = next((i for i, entry in enumerate(table.entries) if not entry.pid), _NOBODY)
+        if index == _NOBODY:
+            raise OSError(f"{_MOST_ENGINES} engines share {self._path} already")
+        self._bell.bind(self._bell_of(index))
+        entry, pid = table.entries[index], os.getpid()
+        entry.pid, entry.began, entry.stall_s = pid, _began(pid), stall_s
+        entry.worked_at = -math.inf
+        table.n_entries = max(table.n_entries, index + 1)
+        return index
+
+    def _enter(self, entry: _Entry, now: float) -> None:
+        """This engine has work again. It has saved nothing while it rested."""
+        active = [one.had_s for i, one in self._others if one.waits or i == self._table.holder]
+        entry.worked_at = now
+        if active:
+            entry.had_s = max(entry.had_s, min(active))
+            return
+        for _, other in self._others:  # with the last active one, all debts are gone
+            other.had_s = 0.0
+        entry.had_s = 0.0
+
+    def _charge(self, now: float) -> None:
+        entry, seconds = self._table.entries[self._index], now - self._charged_at
+        entry.had_s += seconds
+        entry.worked_at = self._charged_at = now
+        self.held_s += seconds
+
+    def _choose(self) -> None:
+        """Give the turn to who waits and had least; those behind the others come last."""
+        table = self._table
+        waiting = [i for i in range(table.n_entries) if table.entries[i].waits]
+        for i in sorted(
+            waiting, key=lambda i: (table.entries[i].is_behind, table.entries[i].had_s)
+        ):
+            table.entries[i].waits, table.holder = False, i  # before it looks
+            if i == self._index or self._ring(i):
+                break
+            self._clear(i)
+        else:
+            table.holder = _NOBODY
+        table.n_waiting = self._n_waiting
+
+    def _clear(self, index: int) -> None:
+        """Free the entry of an engine that is gone."""
+        entry = self._table.entries[index]
+        ctypes.memset(ctypes.byref(entry), 0, ctypes.sizeof(entry))
+        with suppress(FileNotFoundError):
+            Path(self._bell_of(index)).unlink()
+
+    # -- others -----------------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> Iterator[tuple[int, _Entry]]:
+        for i in range(self._table.n_entries):
+            if i != self._index and self._table.entries[i].pid:
+                yield i, self._table.entries[i]
+
+    @property
+    def _n_waiting(self) -> int:
+        return sum(entry.waits for entry in self._table.entries[: self._table.n_entries])
+
+    def _most_s(self, now: float) -> float:
+        """The seconds of a turn: all that were active lately have one each before a stream has waited for
+        too long."""
+        active = [one.stall_s for _, one in self._others if now - one.worked_at < _ACTIVE_S]
+        if not active:
+            return math.inf
+        active.append(self._table.entries[self._index].stall_s)
+        return min(TURN_S, min(active) / len(active))
+
+    def _bell_of(self, index: int) -> str:
+        return f"{self._path}.{index}"
+
+    def _ring(self, index: int) -> bool:
+        """Wake an engine; whether it is there."""
+        try:
+            self._bell.sendto(b"", self._bell_of(index))
+        except BlockingIOError:  # it was woken, and has not looked yet
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _wait(self, until: float) -> bool:
+        """Wait for the turn; whether it has come until then."""
+        holder, since, table = _NOBODY, 0.0, self._table
+        while table.holder != self._index:
+            if time.monotonic() > until:
+                return False
+            if table.holder != holder:
+                holder, since = table.holder, time.monotonic()
+            if self._wait_for_bell(holder):
+                continue
+            with self._locked():
+                if table.holder == self._index:
+                    return True
+                table.entries[self._index].waits = True  # it may have been passed over itself
+                if table.holder == _NOBODY:
+                    self._choose()
+                elif table.holder == holder:
+                    self._look_at_holder(time.monotonic() - since)
+        return True
+
+    def _look_at_holder(self, held_s: float) -> None:
+        """Pass over a holder that does not go on."""
+        index, entry = self._table.holder, self._table.entries[self._table.holder]
+        if not _is_alive(entry):
+            self._clear(index)
+            self._choose()
+        elif held_s > _MOST_HELD_S or _is_stopped(entry):
+            logger.warning("The engine of process %d holds its turn: others go on.", entry.pid)
+            self._choose()
+
+    def _wait_for_bell(self, holder: int) -> bool:
+        """Whether this engine was woken: False once the holder has ended, or after a while."""
+        entry, ended = self._table.entries[holder], None
+        if holder != _NOBODY and entry.pid not in (0, os.getpid()):
+            with suppress(OSError):
+                ended = os.pidfd_open(entry.pid)
+        try:
+            poll = select.poll()
+            for descriptor in (self._bell.fileno(), ended):
+                if descriptor is not None:
+                    poll.register(descriptor, select.POLLIN)
+            ready = poll.poll(1000 * _LOOK_EVERY_S)
+        finally:
+            if ended is not None:
+                os.close(ended)
+        if (self._bell.fileno(), select.POLLIN) not in ready:
+            return False
+        with suppress(BlockingIOError):
+            self._bell.recv(1)
+        return True
+
+
+class Alone:
+    """The turns of an engine that has its cores for itself."""
+
+    held_s = waited_s = 0.0
+    others_worked_at = -math.inf
+
+    def take(self, *, behind: bool = False) -> float | None:
+        return math.inf
+
+    def give(self) -> None: ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None: ...
+
+
+class _OfThread(threading.local):
+    turns: Turns | Alone = Alone()
+
+
+_of_thread = _OfThread()
+
+
+def current() -> Turns | Alone:
+    """The turns of this thread: all that it computes takes part in them."""
+    return _of_thread.turns
+
+
+@contextmanager
+def joined(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
+    """Within this, the thread computes in turns with the engines of that file: see `Turns`. If there is no
+    file, or it cannot be used, it has the cores for itself."""
+    try:
+        turns = Alone() if path is None else Turns(path, stall_s)
+    except OSError as error:
+        logger.warning("This engine takes no turns with others on its cores: %s.", error)
+        turns = Alone()
+    before, _of_thread.turns = _of_thread.turns, turns
+    try:
+        yield
+    finally:
+        _of_thread.turns = before
+        turns.close()
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process, from its state on; nothing if it is gone. See proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _began(pid: int) -> int:
+    stat = _stat(pid)
+    return int(stat[19]) if stat else 0
+
+
+def _is_alive(entry: _Entry) -> bool:
+    stat = _stat(entry.pid)
+    return bool(stat) and stat[0] not in "ZX" and int(stat[19]) == entry.began
+
+
+def _is_stopped(entry: _Entry) -> bool:
+    return _stat(entry.pid)[:1] in (["T"], ["t"])
