@@ -30,11 +30,9 @@ from serve_app.base.locks import make_private
 logger = logging.getLogger("corral.engine")
 
 _VERSION, _MOST_ENGINES, _NOBODY = 1, 64, -1
-# A turn goes on over short steps for so long: the next engine's threads sleep, and its weights are in no
-# cache.
-_LEAST_TURN_S = 0.01
-# While others are active, a turn takes so long at most: a request that comes waits for the end of it.
-TURN_S = 0.06
+# A turn goes on over short steps for so long, and no step should take longer while others are active. Each
+# change costs the time in which threads wake. A request that comes waits for the end of a turn.
+_TURN_S = 0.05
 # An engine counts as active for so long after its last turn: its next request may come any time.
 _ACTIVE_S = 10.0
 # Whoever waits looks this often whether the holder goes on, and passes over one that was stopped, or that
@@ -122,7 +120,7 @@ class Turns:
             entry = table.entries[self._index]
             if self._holds and table.holder == self._index:
                 self._charge(began)
-                if began - self._began_at < _LEAST_TURN_S:
+                if began - self._began_at < _TURN_S:
                     return self._most_s(began)
             elif not (self._holds or entry.waits or table.holder == self._index):
                 self._enter(entry, began)
@@ -284,7 +282,7 @@ class Turns:
         if not active:
             return math.inf
         active.append(self._table.entries[self._index].stall_s)
-        return min(TURN_S, min(active) / len(active))
+        return min(_TURN_S, min(active) / len(active))
 
     def _bell_of(self, index: int) -> str:
         return f"{self._path}.{index}"

@@ -183,6 +183,8 @@ class EmbeddingQueue(Guest):
         self._others_ran = -math.inf
         """When sequences of other clients than of the first text's ran last."""
         self._not_before = 0.0
+        self._row_s = 1e-3
+        """Seconds of a row in the last batch: encoders have no profile."""
         """When streams of those who have less due have had as much of the decoder as the last batch."""
 
     def submit(
@@ -327,8 +329,11 @@ class EmbeddingQueue(Guest):
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
         budget = self._steps.budget
         may_be_long = not (beside or among_clients or first.request.background or budget.is_shared)
-        if may_be_long or not (budget.is_bounded and self._costs):
+        if may_be_long or not budget.is_bounded:
             return n_rows
+        if not self._costs:
+            fitting = max(1, int(budget.left_s / self._row_s)) if budget.is_shared else n_rows
+            return min(n_rows, fitting)
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
         within_s = min(share * budget.max_stall_s, budget.left_s)
@@ -348,6 +353,7 @@ class EmbeddingQueue(Guest):
             )
         ended = time.monotonic()
         self._not_before = ended + (ended - began)
+        self._row_s = (ended - began) / len(rows)
         start = 0
         for text, n_rows in batch:
             self._policy.charge(text, (ended - began) * n_rows / len(rows))
