@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from serve_app.base import turns
 from serve_app.base.engine_options import EngineOptions
+from serve_app.base.sharing import turns
 from serve_app.engine.choice.plan import OPENVINO, Kernels, Mode, Plan
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
@@ -23,7 +23,7 @@ def kernels_profiles(
 ) -> list[Profile]:
     """The times of a few batches with each of these, in turns, in about `limit_s`. What it opens is left to
     the end of the process. Raises ConfigError."""
-    with turns.joined(options.turns):
+    with turns.join(options.turns):
         return _profiles(path, options, kernels, limit_s)
 
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from operator import sub
 from typing import TypeVar
 
-from serve_app.base import turns
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import (
     CacheFullError,
@@ -19,6 +18,7 @@ from serve_app.base.errors import (
     EngineClosedError,
     EngineFailedError,
 )
+from serve_app.base.sharing import turns
 from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import open_cache
@@ -109,6 +109,8 @@ class EngineCore:
         )
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
+        self._waited_s = 0.0
+        """Seconds for which the step waited for its turn."""
         self.delivered: Callable[[], None] = lambda: None
         self.steps = Steps(
             running=self.scheduler.running,
@@ -131,8 +133,6 @@ class EngineCore:
     def step(self) -> None:
         """Admit, schedule, decode, sample, postprocess and deliver: one turn of the loop."""
         began, done = self._begin()
-        if not self._take_turn():
-            return
         self.admit()
         for guest in self.guests:
             guest.before_schedule()
@@ -148,16 +148,17 @@ class EngineCore:
         for guest in self.guests:
             guest.after_step(step_s, idle=not batches)
 
-    def _take_turn(self) -> bool:
-        """Wait for this engine's turn on its cores; False if it has only work that others go before."""
+    def step_in_turn(self) -> None:
+        """Compute a step in this engine's turn on its cores, or nothing if it only has work that the other
+        engines go before."""
         waited_s = self.turns.waited_s
         turn_s = self.turns.take(behind=self._is_behind)
-        if turn_s is None:
-            return False
-        self.budget.begin_turn(turn_s)
-        if self.turns.waited_s > waited_s:
-            self.take_commands()  # this step can have them, too
-        return True
+        self._waited_s = self.turns.waited_s - waited_s
+        if turn_s is not None:
+            self.budget.begin_turn(turn_s)
+            if self._waited_s:
+                self.take_commands()  # this step can have them, too
+            self.step()
 
     @property
     def _is_behind(self) -> bool:
@@ -169,7 +170,7 @@ class EngineCore:
     def _begin(self) -> tuple[float, _Done]:
         if not self.scheduler.running:  # nobody has waited since the last step
             self.budget.begin()
-        return time.monotonic(), self._done
+        return time.monotonic() - self._waited_s, self._done
 
     def admit(self) -> None:
         """Move waiting sequences into idle slots."""
@@ -287,7 +288,7 @@ class EngineCore:
     def interlude(self) -> None:
         """Serve all others in the middle of a guest's work: take in what has come, and compute a step."""
         self.take_commands()
-        self.step()
+        self.step_in_turn()
 
     def _interrupt(self) -> None:
         self.runner.use_adapters(())  # another context has none

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from serve_app.base import turns
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError, EngineFailedError
+from serve_app.base.sharing import turns
 from serve_app.base.types import Accepted, RequestRecord
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import KVCacheManager
@@ -119,7 +119,7 @@ class DecoderLoop:
     # -- decoder thread ---------------------------------------------------------------------------
 
     def _run(self, open_core: Callable[[], EngineCore], opened: Future[EngineCore]) -> None:
-        with turns.joined(self._turns, self._stall_s):
+        with turns.join(self._turns, self._stall_s):
             self._open_and_run(open_core, opened)
 
     def _open_and_run(
@@ -134,7 +134,7 @@ class DecoderLoop:
         try:
             while core.take_commands(_wait_s(core)):
                 if core.has_work:
-                    core.step()
+                    core.step_in_turn()
                 elif time.monotonic() >= _rest_at(core):
                     core.rest()
         except Exception as error:

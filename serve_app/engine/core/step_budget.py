@@ -37,8 +37,8 @@ class StepBudget:
         self._began, self._expected_s = self._clock(), 0.0
 
     def begin_turn(self, seconds: float) -> None:
-        """It is this engine's turn on cores that others share: its work in this step may take so long, or
-        as long as it likes if that is infinite."""
+        """Begin a step in this engine's turn on cores that others share. Work may take so many seconds, or
+        as long as it likes if they are infinite."""
         self._turn_began, self._turn_s = self._clock(), seconds
 
     @property

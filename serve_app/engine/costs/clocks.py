@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from serve_app.base import turns
+from serve_app.base.sharing import turns
 
 # A batch whose threads had this part of their time was not disturbed: the kernel counts CPU time in ticks.
 UNDISTURBED = 0.9

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
 
-from serve_app.base import turns
 from serve_app.base.errors import ConfigError, InvalidRequestError
 from serve_app.base.formats import EmbeddingPooling, LoadMode
 from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.sharing import turns
 from serve_app.config import shards
 from serve_app.kernels.llama import library, long_runs
 from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes

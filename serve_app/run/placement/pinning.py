@@ -15,7 +15,7 @@ from fcntl import LOCK_EX
 from pathlib import Path
 
 from serve_app.base.errors import ConfigError
-from serve_app.base.locks import is_locked, lock, make_private
+from serve_app.base.sharing.locks import is_locked, lock, make_private
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.placement import machine, plan
 
@@ -78,8 +78,8 @@ class CpuPlacement:
     computing_cpus: tuple[int, ...] | None
     """The CPUs that the computing threads keep to; None: all that the process may use."""
     turns: Path | None = None
-    """The file of those that compute on the same CPUs: see `serve_app.base.turns`. None: the configuration
-    gives the replica its own."""
+    """The file of those that compute on the same CPUs: see `serve_app.base.sharing.turns`. None: threads
+    are configured."""
 
 
 def place_on_cpus(

@@ -5,8 +5,8 @@ while it computes a step. The next engine is the one that had least of the machi
 That is start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
 The engines share a table in a file. flock(2) guards it for some microseconds at a time, and the kernel
-drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A pidfd
-tells at once that the holder died. A holder that was stopped is passed over.
+drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A
+pidfd tells at once that the holder died. A holder that was stopped is passed over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from serve_app.base.locks import make_private
+from serve_app.base.sharing.locks import make_private
 
 logger = logging.getLogger("corral.engine")
 
@@ -100,7 +100,7 @@ class Turns:
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            with self._locked():
+            with self._lock():
                 self._table = self._open_table()
                 self._index = self._join(stall_s)
         except BaseException:
@@ -116,7 +116,7 @@ class Turns:
         began, table = time.monotonic(), self._table
         if self._holds and table.holder == self._index and not table.n_waiting:
             return self._most_s(began)
-        with self._locked():
+        with self._lock():
             entry = table.entries[self._index]
             if self._holds and table.holder == self._index:
                 self._charge(began)
@@ -141,7 +141,7 @@ class Turns:
         """Give the turn to the next one, as this engine rests. Idempotent."""
         entry = self._table.entries[self._index]
         if self._holds or entry.waits:
-            with self._locked():
+            with self._lock():
                 entry.waits = False
                 if self._table.holder == self._index:  # not if it was passed over
                     if self._holds:
@@ -170,7 +170,7 @@ class Turns:
     def close(self) -> None:
         """Leave. Not twice."""
         self.give()
-        with self._locked():
+        with self._lock():
             self._clear(self._index)
         self._bell.close()
         os.close(self._file)
@@ -178,7 +178,7 @@ class Turns:
     # -- under the lock ---------------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         until = time.monotonic() + _MOST_LOCKED_S
         while True:
             try:
@@ -225,7 +225,7 @@ class Turns:
         return index
 
     def _enter(self, entry: _Entry, now: float) -> None:
-        """This engine has work again. It has saved nothing while it rested."""
+        """Become active again, with nothing saved while this engine rested."""
         active = [one.had_s for i, one in self._others if one.waits or i == self._table.holder]
         entry.worked_at = now
         if active:
@@ -307,7 +307,7 @@ class Turns:
                 holder, since = table.holder, time.monotonic()
             if self._wait_for_bell(holder):
                 continue
-            with self._locked():
+            with self._lock():
                 if table.holder == self._index:
                     return True
                 table.entries[self._index].waits = True  # it may have been passed over itself
@@ -379,7 +379,7 @@ def current() -> Turns | Alone:
 
 
 @contextmanager
-def joined(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
+def join(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
     """Within this, the thread computes in turns with the engines of that file: see `Turns`. If there is no
     file, or it cannot be used, it has the cores for itself."""
     try:
