@@ -75,6 +75,7 @@ def statistics(view: Json) -> Table:
         "TTFT\np50 / p95",
         "gap\np50 / p95",
         "wait",
+        "has\ncores",
     )
     table.collapse_padding = True  # 80 columns hold it so
     for _, replica in _replicas(view):
@@ -88,6 +89,7 @@ def statistics(view: Json) -> Table:
             _quantiles(replica["ttft"]),
             _quantiles(replica["itl"]),
             f"{replica['wait_s']:.1f} s",
+            f"{replica['turns'][0]:.0%}",
         )
     _add_missing(table, view)
     return table

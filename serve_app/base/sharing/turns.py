@@ -86,16 +86,16 @@ class _Table(ctypes.Structure):
 
 
 class Turns:
-    """An engine's place among those that share its cores. One thread, but for the seconds, which any thread
-    may read."""
+    """An engine's place among those that share its cores. One thread."""
 
     def __init__(self, path: Path, stall_s: float = math.inf) -> None:
         """Join the engines of that file, whose folder is this user's alone. `stall_s` is the longest time
         that a stream of this engine should wait for its next token. Raises OSError."""
         make_private(path.parent)
         self._path = path
-        self.held_s = self.waited_s = 0.0
-        """The seconds of all turns, and of all waits for one."""
+        self.waited_s = 0.0
+        """The seconds of all waits for a turn."""
+        self._charged_s = 0.0
         self._holds, self._began_at, self._charged_at = False, 0.0, 0.0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -155,6 +155,11 @@ class Turns:
         if self._table.holder not in (self._index, _NOBODY):
             return time.monotonic()
         return max((one.worked_at for _, one in self._others), default=-math.inf)
+
+    @property
+    def held_s(self) -> float:
+        """The seconds of all turns."""
+        return self._charged_s + (time.monotonic() - self._charged_at if self._holds else 0.0)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -239,7 +244,7 @@ class Turns:
         entry, seconds = self._table.entries[self._index], now - self._charged_at
         entry.had_s += seconds
         entry.worked_at = self._charged_at = now
-        self.held_s += seconds
+        self._charged_s += seconds
 
     def _choose(self) -> None:
         """Give the turn to who waits and had least; those behind the others come last."""

@@ -154,6 +154,7 @@ class EngineCore:
         waited_s = self.turns.waited_s
         turn_s = self.turns.take(behind=self._is_behind)
         self._waited_s = self.turns.waited_s - waited_s
+        self.counts.turn_s, self.counts.turn_wait_s = self.turns.held_s, self.turns.waited_s
         if turn_s is not None:
             self.budget.begin_turn(turn_s)
             if self._waited_s:

@@ -318,6 +318,7 @@ def replica(**changed: object) -> dict[str, Any]:
         "generated_per_s": 81.04,
         "prompt_per_s": 512.0,
         "hits": 0.5,
+        "turns": [0.42, 0.3],
         "ttft": [120.0, 2500.0, 3000.0, 10],
         "itl": [24.6, None, None, 10],
         "slots": {"0": ["decode", 1, 1, 1, 0], "1": ["prefill", 0, 1, 0, 9], "2": ["idle"]},
@@ -338,7 +339,7 @@ def test_ps_and_stats_are_tables_of_what_live_tells(told: Told) -> None:
     assert missing.split() == ["n", "1", "starting"]
     told.stream("/v1/live", view, later, {"replicas": {"r1": {"waiting": 4}}})
     *_, row, _ = output("stats", "--url", told.url).splitlines()
-    figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s"
+    figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s 42%"
     assert row.split() == figures.split()
     shown = json.loads(output("stats", "--url", told.url, "--json"))
     assert shown["replicas"]["r1"]["waiting"] == 4
