@@ -75,7 +75,6 @@ def statistics(view: Json) -> Table:
         "TTFT\np50 / p95",
         "gap\np50 / p95",
         "wait",
-        "has\ncores",
     )
     table.collapse_padding = True  # 80 columns hold it so
     for _, replica in _replicas(view):
@@ -89,16 +88,15 @@ def statistics(view: Json) -> Table:
             _quantiles(replica["ttft"]),
             _quantiles(replica["itl"]),
             f"{replica['wait_s']:.1f} s",
-            f"{replica['turns'][0]:.0%}",
         )
     _add_missing(table, view)
     return table
 
 
 def screen(view: Json) -> RenderableType:
-    slots = plain_table("model", "replica", "slots")
+    slots = plain_table("model", "replica", "has cores", "slots")
     for key, one in _replicas(view):
-        slots.add_row(one["model"], key, _slots(one["slots"].values()))
+        slots.add_row(one["model"], key, f"{one['turns'][0]:.0%}", _slots(one["slots"].values()))
     events = sorted(view.get("events", {}).values(), key=lambda event: event["n"])
     lines = [Text(_event(event), style="dim") for event in events[-_SHOWN_EVENTS:]]
     legend = Text("D decodes  P computes its prompt  K keeps a system prompt  . idle", style="dim")

@@ -339,7 +339,7 @@ def test_ps_and_stats_are_tables_of_what_live_tells(told: Told) -> None:
     assert missing.split() == ["n", "1", "starting"]
     told.stream("/v1/live", view, later, {"replicas": {"r1": {"waiting": 4}}})
     *_, row, _ = output("stats", "--url", told.url).splitlines()
-    figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s 42%"
+    figures = "m 3/8 4 81.0 512 - 120 ms / 2.50 s 25 ms / - 1.2 s"
     assert row.split() == figures.split()
     shown = json.loads(output("stats", "--url", told.url, "--json"))
     assert shown["replicas"]["r1"]["waiting"] == 4
@@ -362,6 +362,7 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
     told.stream("/v1/live", view, {"at": 2})
     said = output("top", "--url", told.url, "--frames", "2")
     assert "DP." in said
+    assert "42%" in said
     assert "m: 2 preempted r1" in said
 
 
