@@ -17,6 +17,7 @@
     |   |-- ModelNotFoundError      404 model_not_found
     |   |-- RequestNotFoundError    404 request_not_found
     |   |-- ResponseNotFoundError   404 response_not_found
+    |   |-- ItemNotFoundError       404 invalid_request_error
     |   |-- ObjectNotFoundError     404 object_not_found
     |   |-- SlowRequestError        408 request_timeout
     |   |-- RequestTooLargeError    413 request_too_large
@@ -211,6 +212,22 @@ class ResponseNotFoundError(RequestError, status=404, code="response_not_found")
 
     def __init__(self, response_id: str) -> None:
         self.message = f"Response with id {response_id!r} not found."
+
+
+class ItemNotFoundError(RequestError, status=404):
+    """No item of that id is in a stored response of this client's, or no longer."""
+
+    param = "input"
+
+    def __init__(self, item_id: str, is_kept: bool) -> None:
+        """Without `is_kept`, the request's own items are not. The words are OpenAI's."""
+        Exception.__init__(self, item_id, is_kept)
+        self.message = f"Item with id '{item_id}' not found."
+        if not is_kept:
+            self.message += (
+                " Items are not persisted when `store` is set to false. Try again with `store` set "
+                "to true, or remove this item from your input."
+            )
 
 
 class ObjectNotFoundError(RequestError, status=404, code="object_not_found"):

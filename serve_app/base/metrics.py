@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,13 +109,20 @@ def _make(
 ) -> Any:
     if _maker is not None and FOLDER not in os.environ:
         return _maker(kind, f"corral_{name}", what, ends, labels, tags)
+    if ends is not None:
+        options["buckets"] = tuple(ends)
+    return PrometheusMetric(_prometheus_metric(kind, name, what, tuple(labels), **options), tags)
+
+
+@cache
+def _prometheus_metric(
+    kind: str, name: str, what: str, labels: tuple[str, ...], **options: Any
+) -> Any:
+    """One object of each metric: prometheus_client keeps each for the life of the process."""
     import prometheus_client
 
-    if ends is not None:
-        options["buckets"] = ends
     of_kind = getattr(prometheus_client, kind)
-    metric = of_kind(f"ray_corral_{name}", what, labels, registry=None, **options)
-    return PrometheusMetric(metric, tags)
+    return of_kind(f"ray_corral_{name}", what, labels, registry=None, **options)
 
 
 class PrometheusMetric:

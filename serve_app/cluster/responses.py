@@ -80,8 +80,15 @@ class RayStore:
         except Exception:
             logger.exception("The store of responses cannot be started")
 
-    async def put(self, owner: Owner, stored_request: bytes, log: LogAppend, kept_s: float) -> None:
-        arguments = owner, stored_request, log, kept_s
+    async def put(
+        self,
+        owner: Owner,
+        stored_request: bytes,
+        log: LogAppend,
+        kept_s: float,
+        item_ids: Sequence[str] = (),
+    ) -> None:
+        arguments = owner, stored_request, log, kept_s, item_ids
         for pause_s in _RETRY_S:
             with suppress(ConnectionError):
                 await self._call(await self._start_actor(), Store.put, *arguments)
@@ -99,6 +106,11 @@ class RayStore:
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
         return await self._ask(Store.find, response_id, key, first, wait_s, wait_s=wait_s)
+
+    async def find_items(
+        self, item_ids: Sequence[str], key: str | None
+    ) -> list[StoredResponse] | None:
+        return await self._ask(Store.find_items, item_ids, key)
 
     async def delete(self, response_id: str, key: str | None) -> bool | None:
         return await self._ask(Store.delete, response_id, key)

@@ -36,7 +36,7 @@ INTERFACES: list[tuple[str, str, type[BaseModel]]] = [
 
 
 def test_the_fields_of_the_python_packages() -> None:
-    python = FOLDER / "sdks" / "bin" / "python"
+    python = FOLDER / "bin" / "python"
     made = subprocess.run(
         [python, sdk_types.__file__, *REQUESTS], capture_output=True, text=True, check=True
     )

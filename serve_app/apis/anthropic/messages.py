@@ -351,21 +351,6 @@ def _own(tool: object) -> object | None:
     return {**kept, "description": description, "input_schema": schema}
 
 
-def with_possible_choice(request: Any) -> Any:
-    """The request without a `tool_choice` that asks for a tool which is left out; the answer names it."""
-    tools = request.get("tools") if isinstance(request, dict) else None
-    choice = request.get("tool_choice") if isinstance(request, dict) else None
-    if not (isinstance(tools, list) and tools and isinstance(choice, dict)):
-        return request
-    left_out = [*filter(_is_left_out, tools)]
-    names = [tool.get("name") for tool in left_out]
-    is_any = choice.get("type") == "any" and len(left_out) == len(tools)
-    if not is_any and not (choice.get("type") == "tool" and choice.get("name") in names):
-        return request
-    name_ignored(["tool_choice"])
-    return {name: value for name, value in request.items() if name != "tool_choice"}
-
-
 AnthropicTools = Annotated[list[AnthropicTool], BeforeValidator(_clients)]
 
 

@@ -18,7 +18,6 @@ from serve_app.apis.anthropic.messages import (
     Texts,
     ToolResultBlock,
     names_left_out,
-    with_possible_choice,
 )
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Api
@@ -140,8 +139,8 @@ class CountTokensRequest(ModelledRequest):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _possible_choice(cls, request: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        made = handler(with_possible_choice(request))
+    def _with_names_left_out(cls, request: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(request)
         made._left_out = names_left_out(request)
         return made
 

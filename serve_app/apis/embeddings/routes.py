@@ -53,6 +53,7 @@ async def embedding(
     return bytes_response(await bodies.work(preparation.llama_answer, *await compute(models, body)))
 
 
+@ROUTER.post("/")
 @ROUTER.post("/embed")
 async def tei_embed(
     models: ModelsArgument,

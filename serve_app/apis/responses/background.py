@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -22,6 +22,7 @@ from serve_app.apis.responses.store import (
     ResponseStore,
     StoredRequest,
     StoredResponse,
+    item_prefix,
     pack_events,
     unpack_events,
 )
@@ -133,7 +134,7 @@ class BackgroundResponses:
         with ExitStack() as places:
             places.enter_context(self.open_requests.count(caller.holder))
             try:
-                await self._store.put(owner, stored_request.pack(), response.news(), self._kept_s)
+                await self._put(owner, stored_request, response.news())
             except ConnectionError:
                 raise EngineUnavailableError("Responses cannot be kept now.") from None
             places.enter_context(caller.handed_over())
@@ -202,16 +203,20 @@ class BackgroundResponses:
     async def keep(self, stored_request: StoredRequest, owner: Owner, events: list[Event]) -> None:
         """Keep a complete response. Waits a moment at most, and raises nothing: it was answered."""
         log = LogAppend(stored_request.id, 0, pack_events(events), has_ended=True)
-        putting = _aside(self._keep(owner, stored_request.pack(), log))
+        putting = _aside(self._keep(owner, stored_request, log))
         self._putting[stored_request.id] = putting
         await asyncio.wait([putting], timeout=PUT_S)
 
-    async def _keep(self, owner: Owner, packed_request: bytes, log: LogAppend) -> None:
+    async def _keep(self, owner: Owner, stored_request: StoredRequest, log: LogAppend) -> None:
         try:
-            await self._store.put(owner, packed_request, log, self._kept_s)
+            await self._put(owner, stored_request, log)
         except Exception as error:
             logger.warning("%s is not kept: %s", log.id, error)
         self._putting.pop(log.id, None)
+
+    async def _put(self, owner: Owner, stored_request: StoredRequest, log: LogAppend) -> None:
+        packed, item_ids = stored_request.pack(), stored_request.item_ids
+        await self._store.put(owner, packed, log, self._kept_s, item_ids)
 
     async def find(
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
@@ -223,6 +228,14 @@ class BackgroundResponses:
         if stored is None:
             raise ResponseNotFoundError(response_id)
         return stored
+
+    async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
+        """Responses of this key's with these items, from the last item on up to one that is not kept.
+        Raises KeyLimitError."""
+        for name in list(self._putting):
+            if any(item_prefix(name) in item_id for item_id in item_ids):
+                await self._wait_until_put(name)
+        return await self._store.find_items(item_ids, key) or []
 
     async def _wait_until_put(self, response_id: str) -> None:
         """Return when the response is not on its way to the store."""

@@ -9,11 +9,20 @@ import base64
 import json
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
 from serve_app.apis.responses.tools import CallForm, Tools, functions
 from serve_app.base.errors import InvalidRequestError
@@ -321,6 +330,13 @@ class ReasoningItem(Item):
         return {**_identity("rs"), "type": self.type, **reasoning_fields(self.text)}
 
 
+class ReferenceItem(Item):
+    """An item of a kept response, by its id."""
+
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(min_length=1, max_length=128)]
+
+
 _SEAL = "corral-reasoning-1:"
 MOST_REASONING_BYTES = 2**22
 """The most bytes that a sealed reasoning can have: more than a context has."""
@@ -354,7 +370,6 @@ def _items(value: object) -> object:
 _REFUSED = {
     "compaction": "only the server that made it can read it",
     "compaction_trigger": "no conversation is compacted",
-    "item_reference": "single items are not kept. Send the item, or previous_response_id",
 }
 """Items that stand for a conversation which this server cannot know, and why they are refused."""
 
@@ -362,7 +377,7 @@ _REFUSED = {
 def _item(item: object) -> object:
     kind = item.get("type") if isinstance(item, dict) else None
     if isinstance(item, dict) and kind is None and item.keys() <= {"id", "type"}:
-        kind = "item_reference"
+        return {**item, "type": "item_reference"}
     if isinstance(kind, str) and kind in _REFUSED:
         raise InvalidRequestError(
             f"Items of the type {kind!r} are not supported: {_REFUSED[kind]}.", "input"
@@ -384,33 +399,79 @@ _TAGS = {
 
 
 def _kind_of_item(item: Any) -> str:
-    kind = known_kind("message", "reasoning", "configuration_update", *_TAGS)(item)
+    kinds = ("message", "reasoning", "configuration_update", "item_reference", *_TAGS)
+    kind = known_kind(*kinds)(item)
     return _TAGS.get(kind, kind)
 
 
-AnyItem = Annotated[
+AnyItem = (
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("call")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[LaterToolsItem, Tag("tools")]
     | Annotated[ConfigurationItem, Tag("configuration_update")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[Foreign, Tag("foreign")],
+    | Annotated[Foreign, Tag("foreign")]
+)
+SentItem = Annotated[
+    AnyItem | Annotated[ReferenceItem, Tag("item_reference")],
     Discriminator(_kind_of_item),
     AnyMember,
 ]
 Items = Annotated[
-    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])
+    list[SentItem], BeforeValidator(_items, json_schema_input_type=str | list[SentItem])
 ]
+_KEPT: TypeAdapter[list[AnyItem]] = TypeAdapter(
+    list[Annotated[AnyItem, Discriminator(_kind_of_item), AnyMember]]
+)
 
 
-def conversation_json(before: Sequence[Json], items: Iterable[AnyItem]) -> bytes:
-    """A conversation as JSON, for `before` of the next response."""
-    new = [
-        {**_identity("item"), **item.model_dump()} if isinstance(item, Foreign) else item.to_json()
-        for item in items
-    ]
-    return json.dumps([*before, *new], ensure_ascii=False, separators=(",", ":")).encode()
+def reference_ids(items: Iterable[SentItem]) -> list[str]:
+    """The ids of the items that are kept elsewhere. Raises InvalidRequestError if one comes twice."""
+    ids = [item.id for item in items if isinstance(item, ReferenceItem)]
+    _check_distinct(ids)
+    return ids
+
+
+def _check_distinct(ids: Iterable[str]) -> None:
+    twice = next((name for name, n in Counter(ids).items() if n > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(
+            f"Duplicate item found with id {twice}. Remove duplicate items from your input and try again.",
+            "input",
+        )
+
+
+class ConversationItems(NamedTuple):
+    """The items that a response answers, once as they are kept, and once to be read."""
+
+    as_json: list[Json]
+    read: list[AnyItem]
+
+    @classmethod
+    def of(
+        cls, before: list[Json], items: Iterable[SentItem], kept: Mapping[str, Json]
+    ) -> ConversationItems:
+        """The items of a request behind those before it; `kept` has what it refers to, by ids."""
+        new = cls(list(before), _KEPT.validate_python(before))
+        for item in items:
+            if isinstance(item, ReferenceItem):
+                new.as_json.append(kept[item.id])
+                new.read.extend(_KEPT.validate_python([kept[item.id]]))
+                continue
+            own = _identity("item")
+            is_foreign = isinstance(item, Foreign)
+            new.as_json.append(
+                {**own, **item.model_dump(), "id": own["id"]} if is_foreign else item.to_json()
+            )
+            new.read.append(item)
+        if kept:
+            _check_distinct(item["id"] for item in new.as_json)
+        return new
+
+    def pack(self) -> bytes:
+        """The JSON of what is kept."""
+        return json.dumps(self.as_json, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def turns(items: Iterable[AnyItem], later: LaterTools) -> list[Turn]:

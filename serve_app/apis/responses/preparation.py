@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from serve_app.apis.responses import items
 from serve_app.apis.responses.items import (
     AnyItem,
     ConfigurationItem,
+    ConversationItems,
     Items,
     LaterToolsItem,
     ReasoningConfig,
     TextConfig,
+    reference_ids,
     turns,
 )
 from serve_app.apis.responses.serving import ResponseAnswer
@@ -31,6 +33,7 @@ from serve_app.apis.responses.tools import (
 )
 from serve_app.base.errors import (
     InvalidRequestError,
+    ItemNotFoundError,
     ModelNotFoundError,
     PreviousResponseError,
     ResponseNotFoundError,
@@ -157,11 +160,12 @@ class ResponsesRequest(AnswerParams):
             raise InvalidRequestError("'background' needs 'store'.", "background")
         return self
 
-    def as_chat(self, before: Sequence[AnyItem] = ()) -> TranslatedChat:
-        """Translate the request to OpenAI's chat, behind these items. Raises InvalidRequestError."""
-        later, everything = LaterTools(functions(self.tools)), [*before, *self.input]
-        conversation = turns(everything, later)
-        updates = [item for item in everything if isinstance(item, ConfigurationItem)]
+    def as_chat(self, items: Sequence[AnyItem]) -> TranslatedChat:
+        """Translate the request, with the items that it answers, to OpenAI's chat. Raises
+        InvalidRequestError."""
+        later = LaterTools(functions(self.tools))
+        conversation = turns(items, later)
+        updates = [item for item in items if isinstance(item, ConfigurationItem)]
         texts = [self.text, *(item.text for item in updates if item.text)]
         efforts = [self.reasoning, *(item.reasoning for item in updates)]
         if self.instructions:
@@ -188,7 +192,6 @@ class ResponsesRequest(AnswerParams):
 
 
 _CHOICES: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
-_ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
 
 
 class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
@@ -199,14 +202,16 @@ class PreparedResponse(msgspec.Struct, frozen=True, tag=True):
     """The fields that the response repeats of its request."""
     items: bytes
     """The conversation that it answers."""
+    item_ids: list[str]
     later_tools: list[dict[str, Any]]
     """The tools that the conversation makes known, in the form of the response's own."""
 
 
 class After(msgspec.Struct, frozen=True, tag=True):
-    """The request goes on from a response, whose conversation it must be read with."""
+    """The request must be read with what is kept: it goes on from a response, or refers to items."""
 
-    response_id: str
+    response_id: str | None
+    item_ids: list[str]
 
 
 def response(models: Models, body: bytes) -> PreparedResponse | After:
@@ -214,17 +219,18 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
     read = _read_request(models, body)
     if isinstance(read, After):
         return read
-    request, before, chat, model = read
+    request, items, chat, model = read
     later = [
         _tool_fields(tool)
-        for item in [*_ITEMS.validate_python(before), *request.input]
+        for item in items.read
         if isinstance(item, LaterToolsItem)
         for tool in item.tools
     ]
     prepared = preparation.prepare_chat(model, chat, 1, "input")
-    kept = items.conversation_json(before, request.input)
     asked = _request_fields(request, prepared.generation.sampling)
-    return PreparedResponse(prepared, asked, kept, later)
+    return PreparedResponse(
+        prepared, asked, items.pack(), [item["id"] for item in items.as_json], later
+    )
 
 
 def input_tokens(models: Models, body: bytes) -> PromptLength | After:
@@ -249,37 +255,55 @@ def render(models: Models, body: bytes) -> bytes | After:
 
 def _read_request(
     models: Models, body: bytes
-) -> tuple[ResponsesRequest, list[Any], TranslatedChat, ModelInfo] | After:
-    """The request, the items that it goes on from, and both as a chat with a model."""
-    before: list[Any] = []
-    has_record = body.startswith(RECORD)
-    if has_record:
-        before, body = _conversation(models, body)
+) -> tuple[ResponsesRequest, ConversationItems, TranslatedChat, ModelInfo] | After:
+    """The request, the items that it answers, and both as a chat with a model."""
+    has_records = body.startswith(RECORD)
+    stored, body = _records(body) if has_records else ([], body)
     request = parse_body(ResponsesRequest, body)
-    if request.previous_response_id is not None and not has_record:
-        return After(request.previous_response_id)
-    chat = request.as_chat(_ITEMS.validate_python(before))
+    ids, before = reference_ids(request.input), list[Any]()
+    if not has_records and (request.previous_response_id is not None or ids):
+        return After(request.previous_response_id, ids)
+    if request.previous_response_id is not None:
+        before = _conversation(models, *stored.pop(0))
+    known = {item["id"]: item for one in stored for item in _complete_items(models, *one)}
+    # Those before the last missing one were not looked for.
+    missing = next((name for name in reversed(ids) if name not in known), None)
+    if missing is not None:
+        raise ItemNotFoundError(missing, is_kept=request.store)
+    items = ConversationItems.of(before, request.input, {name: known[name] for name in ids})
     model = find(models, request.model)
-    return request, before, chat, model
+    return request, items, request.as_chat(items.read), model
 
 
 RECORD = b"\0"
-"""The first byte of a record, which no JSON begins with, and which no client may send."""
+"""The first byte of records, which no JSON begins with, and which no client may send."""
 
 
-def record(stored: StoredResponse) -> list[bytes]:
-    """The pieces of a body with the record of a response, which only workers read: it may be long."""
-    pieces = [stored.stored_request, *stored.chunks]
-    return [RECORD + b" ".join(b"%d" % len(piece) for piece in pieces) + b"\n", *pieces]
+def record(*stored: StoredResponse) -> list[bytes]:
+    """The pieces of a body with the records of responses, which only workers read: they may be long."""
+    pieces = [[one.stored_request, *one.chunks] for one in stored]
+    sizes = b";".join(b" ".join(b"%d" % len(piece) for piece in of_one) for of_one in pieces)
+    return [RECORD + sizes + b"\n", *chain.from_iterable(pieces)]
 
 
-def _record(body: bytes) -> tuple[StoredRequest, list[memoryview], bytes]:
-    """The input of a response, the chunks of its log, and the body behind them."""
-    start, pieces = body.index(b"\n") + 1, list[memoryview]()
-    for size in map(int, body[len(RECORD) : start].split()):
-        pieces.append(memoryview(body)[start : start + size])
-        start += size
-    return StoredRequest.unpack(pieces[0]), pieces[1:], body[start:]
+_Record = tuple[StoredRequest, list[memoryview]]
+
+
+def _records(body: bytes) -> tuple[list[_Record], bytes]:
+    """The inputs of responses, the chunks of their logs, and the body behind them."""
+    start, stored = body.index(b"\n") + 1, list[_Record]()
+    for sizes in filter(None, body[len(RECORD) : start - 1].split(b";")):
+        pieces = list[memoryview]()
+        for size in map(int, sizes.split()):
+            pieces.append(memoryview(body)[start : start + size])
+            start += size
+        stored.append((StoredRequest.unpack(pieces[0]), pieces[1:]))
+    return stored, body[start:]
+
+
+def _record(body: bytes) -> _Record:
+    """The one response whose record a body has."""
+    return _records(body)[0][0]
 
 
 def answer_to(models: Mapping[str, M], request: StoredRequest, **options: Any) -> ResponseAnswer:
@@ -299,13 +323,14 @@ def _replay(models: Models, request: StoredRequest, chunks: Sequence[memoryview]
 
 def response_json(models: Models, body: bytes) -> bytes:
     """GET /v1/responses/{id}: the response whose record this is, as far as it is, as JSON."""
-    request, chunks, _ = _record(body)
+    request, chunks = _record(body)
     return encode_json(_replay(models, request, chunks).whole())
 
 
-def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
-    """The items of an earlier response's conversation, its output too, and the body behind its record."""
-    request, chunks, rest = _record(body)
+def _conversation(
+    models: Models, request: StoredRequest, chunks: Sequence[memoryview]
+) -> list[Any]:
+    """The items of a response's conversation, its output too."""
     try:
         answer = _replay(models, request, chunks)
     except ResponseNotFoundError:
@@ -313,7 +338,18 @@ def _conversation(models: Models, body: bytes) -> tuple[list[Any], bytes]:
     if answer.status in ("queued", "in_progress"):
         message = f"The response {request.id!r} is still being made."
         raise InvalidRequestError(message, "previous_response_id")
-    return [*msgspec.json.decode(request.items), *answer.whole()["output"]], rest
+    return [*msgspec.json.decode(request.items), *answer.whole()["output"]]
+
+
+def _complete_items(
+    models: Models, request: StoredRequest, chunks: Sequence[memoryview]
+) -> Iterator[Any]:
+    """The items that a response answers, and those of its own that are not being made."""
+    yield from msgspec.json.decode(request.items)
+    with suppress(ResponseNotFoundError):
+        for item in _replay(models, request, chunks).whole()["output"]:
+            if item["status"] != "in_progress":
+                yield item
 
 
 def page(models: Models, body: bytes) -> bytes:

@@ -61,7 +61,7 @@ PROMPT_END = 64
 
 
 class Continued(PreparedBody[T | After]):
-    """The dependency on a body that may go on from an earlier response, and is then prepared behind it."""
+    """The dependency on a body that may go on from what is kept, and is then prepared behind it."""
 
     async def __call__(self, request: Request) -> T | After:
         """Read the body in a worker. Raises CorralError."""
@@ -75,12 +75,8 @@ class Continued(PreparedBody[T | After]):
         if not isinstance(result, After):
             return result
         request_context.current().ignored.clear()  # they are told again
-        responses: BackgroundResponses = request.app.state.responses
-        try:
-            stored, _ = await _find_stored(responses, result.response_id)
-        except ResponseNotFoundError:
-            raise PreviousResponseError(result.response_id) from None
-        return await bodies.work(self.prepare, *preparation.record(stored), *pieces)
+        stored = await _find_kept(request.app.state.responses, result)
+        return await bodies.work(self.prepare, *preparation.record(*stored), *pieces)
 
 
 def _continue_with(prepare: Callable[[Models, bytes], Any]) -> Any:
@@ -118,6 +114,7 @@ async def responses(
         return_progress=wanted.return_progress,
         prompt_end=request.prompt[-PROMPT_END:],
         items=prepared.items,
+        item_ids=prepared.item_ids,
         later_tools=prepared.later_tools,
     )
     answer = ResponseAnswer(
@@ -226,9 +223,28 @@ async def _find_stored(
     """The caller's response, and its request. Raises ResponseNotFoundError, and PermissionDeniedError if
     the caller may use its model no more."""
     stored = await responses.find(response_id, key())
+    return stored, _check_model(stored)
+
+
+def _check_model(stored: StoredResponse) -> StoredRequest:
     request = StoredRequest.unpack(stored.stored_request)
     request_context.current().check_model(request.model, request.model)
-    return stored, request
+    return request
+
+
+async def _find_kept(responses: BackgroundResponses, after: After) -> list[StoredResponse]:
+    """The response that a request goes on from, if there is one, and those with the items that it refers
+    to. Raises PreviousResponseError, KeyLimitError, and PermissionDeniedError as above."""
+    found = []
+    if after.response_id is not None:
+        try:
+            found.append((await _find_stored(responses, after.response_id))[0])
+        except ResponseNotFoundError:
+            raise PreviousResponseError(after.response_id) from None
+    with_items = await responses.find_items(after.item_ids, key()) if after.item_ids else []
+    for stored in with_items:
+        _check_model(stored)
+    return [*found, *with_items]
 
 
 async def _follow_response(

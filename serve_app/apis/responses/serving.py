@@ -5,12 +5,11 @@ Source: OpenAI's API reference, "Responses" and its streaming events.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 from serve_app.apis.responses.items import reasoning_fields
-from serve_app.apis.responses.store import Event, StoredRequest
+from serve_app.apis.responses.store import Event, StoredRequest, item_prefix
 from serve_app.apis.responses.tools import CallForm, forms
 from serve_app.base.errors import CorralError
 from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
@@ -79,6 +78,7 @@ class ResponseAnswer(EventAnswer):
             "reasoning": _SUMMARY if self._has_summary else _REASONING,
         }
         self._n_items = self._n_events = self._n_reasoning = 0
+        self._item_prefix = item_prefix(request.id)
         self.log: list[Event] | None = None
         """The log that this answer is written to as it is made. Its events are numbered by that."""
         self._running = Running()
@@ -250,8 +250,7 @@ class ResponseAnswer(EventAnswer):
     def _new_id(self, kind: str) -> str:
         """The id of an item or a call: the same whoever computes this response."""
         self._n_items += 1
-        digest = hashlib.blake2b(f"{self._request.id} {self._n_items}".encode(), digest_size=16)
-        return f"{kind}_{digest.hexdigest()}"
+        return f"{kind}_{self._item_prefix}{self._n_items:08x}"
 
     def _event(self, name: str, /, **fields: Any) -> Json:
         self._n_events += 1

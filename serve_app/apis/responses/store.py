@@ -8,6 +8,7 @@ nothing of what it keeps.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,20 @@ MAX_EACH = 256
 """Most responses of each client."""
 MAX_BYTES_EACH, MAX_BYTES = 16 << 20, 256 << 20
 """The most bytes of each client, and of all together."""
+ITEM_BYTES = 256
+"""About what it takes to find an item by its id."""
 _RETRY_S = 10
 _CHUNK = 64
 """The most events of a chunk: to read so many takes about a millisecond."""
+
+
+_PREFIX_CHARS = 24
+
+
+def item_prefix(response_id: str) -> str:
+    """The text that the ids of a response's own items have behind their kind. It does not tell the
+    response's id."""
+    return hashlib.blake2b(response_id.encode(), digest_size=_PREFIX_CHARS // 2).hexdigest()
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
@@ -50,6 +62,8 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The last tokens of the prompt, which may begin reasoning."""
     items: bytes
     """The conversation that it answers, as a JSON list of items."""
+    item_ids: Sequence[str]
+    """The ids of these."""
     later_tools: Sequence[Mapping[str, Any]] = ()
     """The tools that the conversation makes known, as `asked` has others."""
 
@@ -143,10 +157,18 @@ class ResponseStore(Protocol):
     async def prepare(self) -> None:
         """Be ready for a response that will be kept. Raises nothing."""
 
-    async def put(self, owner: Owner, stored_request: bytes, log: LogAppend, kept_s: float) -> None:
-        """Keep a response, its log as far as it is, until so many seconds after its end. Raises
-        RateLimitError if too many of its owner's are being made, KeyLimitError if it is too large, and
-        ConnectionError if the store is lost."""
+    async def put(
+        self,
+        owner: Owner,
+        stored_request: bytes,
+        log: LogAppend,
+        kept_s: float,
+        item_ids: Sequence[str] = (),
+    ) -> None:
+        """Keep a response, its log as far as it is, until so many seconds after its end. It is found by the
+        ids of the items that it answers, too, and by those of its own. Raises RateLimitError if too many of
+        its owner's are being made, KeyLimitError if it is too large, and ConnectionError if the store is
+        lost."""
 
     async def append(self, appends: Sequence[LogAppend]) -> list[bool]:
         """Add to the logs of responses that are being made. Returns which of them go on: the others were
@@ -157,6 +179,12 @@ class ResponseStore(Protocol):
         self, response_id: str, key: str | None, first: int = 0, wait_s: float = 0.0
     ) -> StoredResponse | None:
         """A response of this key's, its log from that chunk on. Waits so long for more, or its end."""
+
+    async def find_items(
+        self, item_ids: Sequence[str], key: str | None
+    ) -> list[StoredResponse] | None:
+        """The newest responses of this key's with these items, from the last item on up to one that is not
+        kept. Raises KeyLimitError if they are too large together."""
 
     async def delete(self, response_id: str, key: str | None) -> bool | None:
         """Forget a response of this key's; its making ends. Returns whether there was one."""
@@ -173,11 +201,17 @@ class _ResponseLog:
     has_ended: bool
     kept_s: float
     touched_at: float
+    item_ids: Sequence[str]
     changes: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def n_bytes(self) -> int:
-        return len(self.stored_request) + sum(map(len, self.chunks))
+        n_ids = ITEM_BYTES * len(self.item_ids)
+        return len(self.stored_request) + sum(map(len, self.chunks)) + n_ids
+
+    def tell(self, first: int = 0) -> StoredResponse:
+        """What others read of it, its log from that chunk on."""
+        return StoredResponse(self.stored_request, self.chunks[first:], self.has_ended)
 
 
 class Store:
@@ -195,6 +229,9 @@ class Store:
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
         """Each holder has its own, the oldest first."""
+        self._by_item: dict[str, list[str]] = {}
+        """The responses with an item, the newest last, by its id. For each one's own items, the prefix of
+        their ids stands."""
         self._bytes: Counter[str] = Counter()
         """The bytes of each holder's responses."""
         self._look_at = clock()
@@ -205,12 +242,20 @@ class Store:
 
     async def prepare(self) -> None: ...
 
-    async def put(self, owner: Owner, stored_request: bytes, log: LogAppend, kept_s: float) -> None:
+    async def put(
+        self,
+        owner: Owner,
+        stored_request: bytes,
+        log: LogAppend,
+        kept_s: float,
+        item_ids: Sequence[str] = (),
+    ) -> None:
         self._look()
         if log.id in self._kept:  # it came before, and the answer was lost
             return
+        chunks = list(log.chunks)
         entry = _ResponseLog(
-            owner, stored_request, list(log.chunks), log.has_ended, kept_s, self._clock()
+            owner, stored_request, chunks, log.has_ended, kept_s, self._clock(), item_ids
         )
         if entry.n_bytes > MAX_BYTES_EACH:
             raise KeyLimitError(f"A response of {entry.n_bytes} bytes is too large to be kept.")
@@ -218,6 +263,8 @@ class Store:
             self._check_running(owner.holder)
         held = self._held.setdefault(owner.holder, {})
         self._kept[log.id] = held[log.id] = entry
+        for item_id in (*item_ids, item_prefix(log.id)):
+            self._by_item.setdefault(item_id, []).append(log.id)
         self._bytes[owner.holder] += entry.n_bytes
         for _ in range(len(held) - MAX_EACH):
             self._forget_oldest(owner.holder)
@@ -261,9 +308,27 @@ class Store:
                 async with asyncio.timeout(wait_s):
                     await entry.changes.wait()
             entry = self._find_log(response_id, key)
-        if entry is None:
-            return None
-        return StoredResponse(entry.stored_request, entry.chunks[first:], entry.has_ended)
+        return None if entry is None else entry.tell(first)
+
+    async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
+        found: dict[str, _ResponseLog] = {}
+        for item_id in reversed(item_ids):
+            names = self._names_by_item(item_id)
+            if any(name in found for name in names):
+                continue
+            entries = ((name, self._find_log(name, key)) for name in names)
+            name, entry = next((pair for pair in entries if pair[1] is not None), ("", None))
+            if entry is None:
+                break
+            found[name] = entry
+        if sum(entry.n_bytes for entry in found.values()) > MAX_BYTES_EACH:
+            raise KeyLimitError("The responses with these items are too large together.")
+        return [entry.tell() for entry in found.values()]
+
+    def _names_by_item(self, item_id: str) -> list[str]:
+        """The responses with this item, the newest first."""
+        prefix = item_id.partition("_")[2][:_PREFIX_CHARS]
+        return [*self._by_item.get(prefix, ()), *self._by_item.get(item_id, ())][::-1]
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         if self._find_log(response_id, key) is None:
@@ -306,6 +371,11 @@ class Store:
         entry = self._kept.pop(response_id)
         holder = entry.owner.holder
         del self._held[holder][response_id]
+        for item_id in (*entry.item_ids, item_prefix(response_id)):
+            names = self._by_item[item_id]
+            names.remove(response_id)
+            if not names:
+                del self._by_item[item_id]
         self._bytes[holder] -= entry.n_bytes
         if not self._held[holder]:
             del self._held[holder], self._bytes[holder]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from serve_app.base.errors import InvalidRequestError
 from serve_app.prompt.conversation import json_object
 from serve_app.server.answering.tools import FunctionDefinition, FunctionName
 from serve_app.server.http.request_model import RequestModel, name_ignored
@@ -127,7 +128,7 @@ def _as_function(tool: object) -> object:
 
 def plain_choice(choice: object) -> Any:
     """A `tool_choice` in the form of NamedToolChoice or AllowedToolChoice, or a text, from any form that
-    clients send. A choice of a tool that is not the client's is left to the model, and the answer names
+    clients send. Raises InvalidRequestError for a tool that is not the client's: nobody here could call
     it."""
     if isinstance(choice, str):
         word = choice.lower()
@@ -140,26 +141,46 @@ def plain_choice(choice: object) -> Any:
     if kind == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        names = [_name_in_choice(tool) for tool in tools] if isinstance(tools, list) else None
         mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
-        return {"type": kind, "mode": mode, "names": names}
+        return {"type": kind, "mode": mode, "names": _names_allowed(tools)}
     if (name := _name_in_choice(choice)) is not None:
         return {"type": "function", "function": {"name": name}}
     if kind == "function":
         return choice
-    name_ignored(["tool_choice"])
-    return "auto"
+    raise InvalidRequestError(
+        f"'tool_choice' asks for a tool of the type {kind!r}, which this server does not run.",
+        "tool_choice",
+    )
+
+
+def _names_allowed(tools: object) -> object:
+    """The names of the tools that a choice allows; the answer names those that are not the client's."""
+    if not isinstance(tools, list):
+        return None
+    names = [(tool, _name_in_choice(tool)) for tool in tools]
+    foreign = [tool["type"] for tool, name in names if name is None and _is_of_servers(tool)]
+    name_ignored(f"tool_choice.tools.{kind}" for kind in foreign)
+    return [name for tool, name in names if name is not None or not _is_of_servers(tool)]
+
+
+def _is_of_servers(tool: object) -> bool:
+    """Whether a tool in a choice is run by servers of the protocol's inventor."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind not in _NAMED_KINDS
 
 
 def _name_in_choice(choice: object) -> object:
-    """The function's or custom tool's name in a choice; a tool of a client that has none is its type."""
-    if not isinstance(choice, dict):
+    """The function's or custom tool's name in a choice; a tool of a client that has none is its type. None
+    if there is none, or the tool is not the client's."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(kind, str) or _is_of_servers(choice):
         return None
-    kind = choice.get("type")
-    named = choice.get(kind) if isinstance(kind, str) else None
+    named = choice.get(kind)
     name = (named if isinstance(named, dict) else choice).get("name")
     return kind if name is None and kind in CLIENT_TOOLS else name
 
 
-CLIENT_TOOLS = ("local_shell", "shell", "apply_patch")
+CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "tool_search")
 """The tools of responses that a client runs, and that have a type for a name."""
+_NAMED_KINDS = ("function", "custom", "tool", "namespace", *CLIENT_TOOLS)
+"""The types in a choice of tools that a client runs; `tool` is Anthropic's."""

@@ -611,7 +611,9 @@ class ChatRequest(GenerationParams):
         if isinstance(choice, NamedToolChoice):
             offered = [tool for tool in offered if tool.function.name == choice.function.name]
             if not offered:
-                message = f"'tools' has no function {choice.function.name!r}."
+                message = (
+                    f"'tools' has no function {choice.function.name!r} that can be called now."
+                )
                 raise InvalidRequestError(message, "tool_choice")
         if not offered:
             raise InvalidRequestError("'tool_choice' needs 'tools'.", "tool_choice")

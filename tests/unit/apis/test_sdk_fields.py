@@ -67,7 +67,7 @@ REFUSED = {
     # Parts and items that make a request an error: see `refuse_media`, and the errors of the models.
     *("messages.content:file", "messages.content.source:file", "messages.content:container_upload"),
     *("input.content:input_file", "input.output:input_file"),
-    *("input:compaction", "input:compaction_trigger", "input:item_reference"),
+    *("input:compaction", "input:compaction_trigger"),
     *("messages.content.tool:mcp_tool_reference", "messages.content.tool:mcp_toolset_reference"),
     *("tools.environment:container_auto", "tools.environment:container_reference"),
 }

@@ -357,9 +357,9 @@ async def test_scores_of_pairs(
 
 
 async def test_vectors_as_text_embeddings_inference_gives_them(client: httpx.AsyncClient) -> None:
-    assert (await client.post("/embed", json={"inputs": "ab", "normalize": False})).json() == [
-        [98, 2, 0]
-    ]
+    asked = {"inputs": "ab", "normalize": False}
+    answers = [(await client.post(path, json=asked)).json() for path in ("/", "/embed")]
+    assert answers == [[[98, 2, 0]]] * 2
     body: dict[str, Any] = {"inputs": ["ab", "c"], "dimensions": 2}
     plain = await client.post("/embed", json=body | {"normalize": False})
     assert plain.json() == [[98, 2], [99, 1]]

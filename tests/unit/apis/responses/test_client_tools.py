@@ -159,12 +159,17 @@ async def test_what_only_openai_runs_is_left_out(
         {"type": "tool_of_the_future"},
         TOOL,
     ]
-    choice = {"type": "web_search"}
-    response = await client.post("/v1/responses", json=asked(tools=tools, tool_choice=choice))
+    response = await client.post("/v1/responses", json=asked(tools=tools))
     assert response.status_code == 200, response.text
     names = ["web_search", "image_generation", "mcp", "code_interpreter", "tool_of_the_future"]
-    ignored = ", ".join([*(f"tools.{name}" for name in names), "tool_choice"])
-    assert response.headers["x-corral-ignored"] == ignored
+    assert response.headers["x-corral-ignored"] == ", ".join(f"tools.{name}" for name in names)
+    for name in names:
+        body = asked(tools=tools, tool_choice={"type": name})
+        response = await client.post("/v1/responses", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "tool_choice")
+        assert name in error["message"]
+    assert len(engine.requests) == 1
     prompt = bytes(engine.requests[0].prompt).decode()
     assert "get_weather" in prompt
     assert "image_generation" not in prompt

@@ -171,10 +171,11 @@ async def test_a_response_is_found_again_by_any_ingress(
         Response.model_validate(found)
 
 
-@pytest.mark.parametrize("delete", [False, True])
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
 async def test_what_is_still_on_its_way_to_the_store_can_be_read_and_deleted(
-    first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch, delete: bool
+    first: Ingress, shared: Store, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
+    """And its items can be referred to."""
     monkeypatch.setattr(background, "PUT_S", 0.0)
     answered, put = asyncio.Event(), shared.put
 
@@ -185,14 +186,16 @@ async def test_what_is_still_on_its_way_to_the_store_can_be_read_and_deleted(
     monkeypatch.setattr(shared, "put", waits)
     body = await posted(first)
     async with first.client() as client:
-        method, path = "DELETE" if delete else "GET", f"/v1/responses/{body['id']}"
-        asking = asyncio.create_task(client.request(method, path))
+        path, asked = f"/v1/responses/{body['id']}", None
+        if method == "POST":
+            path, asked = "/v1/responses/input_tokens", {"input": refer(body["output"][0]["id"])}
+        asking = asyncio.create_task(client.request(method, path, json=asked))
         await asyncio.sleep(0.01)
         assert not asking.done()
         answered.set()
         assert (await asking).status_code == 200
-    assert (await got(first, body["id"])).status_code == (404 if delete else 200)
-    assert len(shared) == (0 if delete else 1)
+    assert (await got(first, body["id"])).status_code == (404 if method == "DELETE" else 200)
+    assert len(shared) == (0 if method == "DELETE" else 1)
 
 
 async def test_store_false_keeps_nothing(first: Ingress, shared: Store) -> None:
@@ -254,6 +257,123 @@ async def test_a_call_and_its_output_over_responses(first: Ingress, engine: Scri
     output = {"type": "function_call_output", "call_id": asked["call_id"], "output": "7"}
     await posted(first, input=[output], previous_response_id=one["id"])
     assert bytes(engine.requests[1].prompt) == b"user:Go|assistant:f{'x': 1}|assistant:lo|tool:7"
+
+
+def refer(*item_ids: str) -> list[dict[str, str]]:
+    return [{"type": "item_reference", "id": item_id} for item_id in item_ids]
+
+
+async def refused(ingress: Ingress, name: str = "ann", **fields: Any) -> tuple[int, Any]:
+    async with ingress.client(name) as client:
+        answer = await client.post("/v1/responses", json={"input": "Hi", **fields})
+    return answer.status_code, answer.json()["error"]
+
+
+def not_found(item_id: str, more: str = "") -> tuple[int, Any]:
+    message = f"Item with id '{item_id}' not found.{more}"
+    error = {"message": message, "type": "invalid_request_error", "param": "input", "code": None}
+    return 404, error
+
+
+async def test_items_are_referred_to(
+    first: Ingress, second: Ingress, engine: ScriptedEngine
+) -> None:
+    """As `@ai-sdk/openai` 4.0.118 does by default. A later response has its own copy of each."""
+    one = await posted(first, input="A")
+    page = (await got(first, f"{one['id']}/input_items")).json()
+    asked, (said,) = page["data"][0]["id"], one["output"]
+    user = {"role": "user", "content": "B"}
+    body = {"input": [*refer(asked), {"id": said["id"]}, user], "what": 1}
+    two = await posted(second, **body)
+    behind = await posted(second, input="B", previous_response_id=one["id"])
+    assert engine.requests[1].prompt == engine.requests[2].prompt
+    assert behind["usage"] == two["usage"]
+    page = (await got(first, f"{two['id']}/input_items", order="asc")).json()
+    assert [item["id"] for item in page["data"][:2]] == [asked, said["id"]]
+    async with first.client() as client:
+        for body in (one, behind):
+            await client.delete(f"/v1/responses/{body['id']}")
+        counted = await client.post(
+            "/v1/responses/input_tokens", json={"input": refer(asked, said["id"])}
+        )
+    assert counted.status_code == 200
+    ids = [item["id"] for item in page["data"]]
+    await posted(first, input=[*refer(*ids), {"role": "user", "content": "C"}])
+    assert bytes(engine.requests[3].prompt) == b"user:A|assistant:Hello|user:B|user:C"
+
+
+async def test_items_of_a_call_are_referred_to(first: Ingress, engine: ScriptedEngine) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    engine.scripts = [[TokenDelta(call, (1,)), HELLO[-1]]]
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    one = await posted(first, input="Go", tools=tools)
+    output = {"type": "function_call_output", "call_id": one["output"][0]["call_id"], "output": "7"}
+    ids = [item["id"] for item in one["output"]]
+    user = {"role": "user", "content": "Go"}
+    await posted(first, input=[user, *refer(*ids), output])
+    await posted(first, input=[output], previous_response_id=one["id"])
+    assert engine.requests[1].prompt == engine.requests[2].prompt
+
+
+async def test_items_that_are_not_there_for_a_client(
+    first: Ingress, engine: ScriptedEngine
+) -> None:
+    """In OpenAI's words."""
+    (said,) = (await posted(first, input="A"))["output"]
+    kind, _, number = said["id"].partition("_")
+    others = [f"{kind}_{int(number, 16) + 1:032x}", f"rs_{number}", "msg_1", number[:24], "x" * 128]
+    for item_id in others:
+        for ids in ((said["id"], item_id), (item_id, said["id"])):
+            assert await refused(first, input=refer(*ids)) == not_found(item_id)
+    assert await refused(first, "bob", input=refer(said["id"])) == not_found(said["id"])
+    more = (
+        " Items are not persisted when `store` is set to false. Try again with `store` set to true, "
+        "or remove this item from your input."
+    )
+    assert await refused(first, input=refer("rs_1"), store=False) == not_found("rs_1", more)
+    (unsaid,) = (await posted(first, store=False))["output"]
+    assert await refused(first, input=refer(unsaid["id"])) == not_found(unsaid["id"])
+    assert len(engine.requests) == 2
+    await posted(first, input=refer(said["id"]), store=False)
+
+
+async def test_an_item_comes_once(first: Ingress) -> None:
+    one = await posted(first, input="A")
+    item_id = one["output"][0]["id"]
+    for fields in (
+        {"input": refer(item_id, item_id)},
+        {"input": refer(item_id), "previous_response_id": one["id"]},
+    ):
+        status, error = await refused(first, **fields)
+        assert (status, error["param"]) == (400, "input")
+        assert error["message"].startswith(f"Duplicate item found with id {item_id}.")
+
+
+async def test_an_item_that_is_being_made_is_not_there(
+    first: Ingress, engine: ScriptedEngine
+) -> None:
+    held = asyncio.Event()
+    engine.scripts = [[HELLO[0], held, *HELLO[1:]]]
+    body = await posted(first, background=True, input="A")
+    output: list[Any] = []
+    async with asyncio.timeout(20):
+        while not output:
+            output = (await got(first, body["id"])).json()["output"]
+    item_id = output[0]["id"]
+    assert await refused(first, input=refer(item_id)) == not_found(item_id)
+    page = (await got(first, f"{body['id']}/input_items")).json()
+    await posted(first, input=refer(page["data"][0]["id"]))
+    held.set()
+    await ended(first, body["id"])
+    await posted(first, input=refer(item_id))
+
+
+async def test_ids_of_clients_name_nothing(first: Ingress) -> None:
+    """Else who names an item as another client's would be read in its place."""
+    foreign = {"type": "of_the_future", "id": "item_1", "text": "A"}
+    await posted(first, input=[foreign, {"role": "user", "content": "A", "id": "msg_1"}])
+    for item_id in ("item_1", "msg_1"):
+        assert await refused(first, input=refer(item_id)) == not_found(item_id)
 
 
 async def test_input_items(first: Ingress, second: Ingress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +15,7 @@ from serve_app.apis.responses.store import (
     Owner,
     Store,
     StoredResponse,
+    item_prefix,
     pack_events,
     unpack_events,
 )
@@ -61,9 +63,12 @@ def entries(stored: StoredResponse) -> list[Event]:
     return [entry for chunk in stored.chunks for entry in unpack_events(chunk)]
 
 
-async def put(store: Store, response_id: str, owner: Owner, n_bytes: int = 10) -> None:
-    """A response that is complete and takes so much."""
-    await store.put(owner, b"r" * n_bytes, LogAppend(response_id, 0, (), True), KEPT_S)
+async def put(
+    store: Store, response_id: str, owner: Owner, n_bytes: int = 10, items: Sequence[str] = ()
+) -> None:
+    """A response that is complete and takes so much, and an item's place for each item."""
+    log = LogAppend(response_id, 0, (), True)
+    await store.put(owner, response_id[:1].encode() * n_bytes, log, KEPT_S, items)
 
 
 async def begin(store: Store, response_id: str, owner: Owner = ANN) -> None:
@@ -153,6 +158,55 @@ async def test_a_client_with_too_many_loses_its_own_oldest(store: Store) -> None
     assert await kept(store, BOB, "b0") == ["b0"]
     await put(store, "a5", ANN, 990)
     assert await kept(store, ANN, "a2", "a3", "a4", "a5") == ["a4", "a5"]
+
+
+async def names(store: Store, owner: Owner, *item_ids: str) -> list[str]:
+    """The responses that have these items."""
+    found = await store.find_items(item_ids, owner.key)
+    return [one.stored_request[:1].decode() for one in found]
+
+
+async def test_items_are_found_in_the_newest_responses(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ITEM_BYTES", 20)
+    own = f"msg_{item_prefix('a')}00000001"
+    await put(store, "a", ANN, items=["i"])
+    await put(store, "b", ANN, items=["i", own, "j"])
+    await put(store, "c", BOB, items=["i"])
+    assert await names(store, ANN, "i", own) == ["b"]
+    assert await names(store, ANN, "j", "i") == ["b"]
+    assert await names(store, BOB, "i") == ["c"]
+    for owner, item_id in ((BOB, "j"), (BOB, own), (ANN, "k"), (Owner(None, "x"), "i")):
+        assert await names(store, owner, "i", item_id) == []
+    assert await names(store, ANN, "k", "i") == ["b"]
+    await store.delete("b", "ann")
+    assert await names(store, ANN, "i", own) == ["a"]
+    assert await names(store, ANN, "j") == []
+    for owner, name in ((ANN, "a"), (BOB, "c")):
+        await store.delete(name, owner.key)
+    assert store._by_item == {}
+    assert store._bytes == {}
+
+
+async def test_items_take_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ITEM_BYTES", 100)
+    await put(store, "a", ANN, items=["i"] * 2)
+    await put(store, "b", ANN, 500, items=["j"] * 4)
+    assert await kept(store, ANN, "a", "b") == ["b"]
+    assert await names(store, ANN, "i") == []
+    with pytest.raises(KeyLimitError):
+        await put(store, "c", ANN, items=["k"] * 10)
+
+
+async def test_items_of_too_much_together_are_refused(store: Store) -> None:
+    """Without keys, the responses of all addresses can be named."""
+    for name in "abc":
+        await put(store, name, Owner(None, name), 400 - module.ITEM_BYTES, items=[name])
+    stranger = Owner(None, "x")
+    assert await names(store, stranger, "a", "b") == ["b", "a"]
+    with pytest.raises(KeyLimitError):
+        await names(store, stranger, "a", "b", "c")
 
 
 async def test_where_all_take_too_much_who_has_most_gives_way(

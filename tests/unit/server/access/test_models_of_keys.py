@@ -64,6 +64,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /embeddings": {"input": "x"},
     "POST /embedding": {"input": "x"},
     "POST /embed": {"inputs": "x"},
+    "POST /": {"inputs": "x"},
     "POST /classify": {"input": "x"},
     "POST /v1/classify": {"input": "x"},
     "POST /reranking": _RANKED,

@@ -344,14 +344,56 @@ async def test_a_custom_tool_takes_a_text(
     assert function["function"]["name"] == "get_weather"
 
 
+WEB = {"type": "web_search"}
+
+
 async def test_what_nobody_here_runs_is_left_out(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    body = chat(tools=[{"type": "web_search"}, WEATHER], tool_choice={"type": "web_search"})
+    body = chat(tools=[{"type": "web_search"}, WEATHER])
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200
-    assert response.headers["x-corral-ignored"] == "tools.web_search, tool_choice"
+    assert response.headers["x-corral-ignored"] == "tools.web_search"
     assert bytes(engine.requests[0].prompt) == b"[get_weather]user:Hi"
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ({"type": "web_search"}, "web_search"),
+        ({"type": "mcp", "server_label": "s", "name": "get_weather"}, "mcp"),
+        ({"type": "function", "function": {"name": "nobody"}}, "nobody"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEB]}}, "tools"),
+        ({"type": "allowed_tools", "mode": "required", "tools": []}, "tools"),
+    ],
+)
+async def test_a_forced_call_that_nobody_could_make_is_refused(
+    client: httpx.AsyncClient, engine: ScriptedEngine, choice: dict[str, Any], named: str
+) -> None:
+    body = chat(tools=[WEB, WEATHER], tool_choice=choice)
+    response = await client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, engine.requests) == (400, [])
+    error = response.json()["error"]
+    assert error["param"] == "tool_choice"
+    assert named in error["message"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_an_allowed_tool_that_nobody_here_runs_is_left_out(
+    client: httpx.AsyncClient, engine: ScriptedEngine, mode: str
+) -> None:
+    allowed = [
+        WEB,
+        {"type": "mcp", "name": "get_time"},
+        {"type": "function", "name": "get_weather"},
+    ]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    body = chat(tools=[WEB, WEATHER], tool_choice=choice)
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    ignored = "tools.web_search, tool_choice.tools.web_search, tool_choice.tools.mcp"
+    assert {*response.headers["x-corral-ignored"].split(", ")} == {*ignored.split(", ")}
+    assert bytes(engine.requests[0].prompt).startswith(b"[get_weather]user:Hi")
 
 
 CALL_OF = '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>'
