@@ -12,6 +12,15 @@ import httpx2
 Json = dict[str, Any]
 
 
+WITHOUT_TEXT = {"embeddings": "makes embeddings of", "rerank": "ranks", "classify": "classifies"}
+"""The purposes of models that are not made to write text, in words."""
+
+
+def purpose(card: Json) -> str:
+    """What a model is made for, by its entry in /v1/models: `text` if the server says nothing else."""
+    return next((name for name in card.get("capabilities") or () if name in WITHOUT_TEXT), "text")
+
+
 class ServerError(Exception):
     """The server cannot be reached, or refuses; the message is for people."""
 
@@ -67,8 +76,9 @@ class Client:
                     yield self._parse(data)
 
     def models(self) -> list[str]:
-        """The ids of the models that are served, the default first."""
-        return [str(model["id"]) for model in self.get("/v1/models").get("data", ())]
+        """The ids of the models that are served and write text, the default first."""
+        cards = self.get("/v1/models").get("data", ())
+        return [str(card["id"]) for card in cards if purpose(card) == "text"]
 
     def _json(self, method: str, path: str, body: Json | None = None) -> Json:
         with self._answer(method, path, body) as response:

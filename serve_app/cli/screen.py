@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from serve_app.base.progress import Stage
-from serve_app.cli.client import Json
+from serve_app.cli.client import WITHOUT_TEXT, Json, purpose
 
 LITTLE_CONTEXT = 4096
 """Tokens of a slot below which chats soon run out of room."""
@@ -132,7 +132,7 @@ def summary(served: Served, models: Sequence[Json], cards: Sequence[Json]) -> li
     for model in models:
         card = by_id.get(model["id"], {})
         if model["replicas"]:
-            lines += _model_lines(model, (card.get("meta") or {}).get("n_ctx_train"))
+            lines += _model_lines(model, card)
         else:
             reason = card.get("status", {}).get("reason")
             state = f"left out: {reason}" if reason else "starts when somebody asks for it"
@@ -154,15 +154,20 @@ def _who(served: Served) -> str:
     return "Only for this machine. --host 0.0.0.0 --api-key-file FILE opens it to others."
 
 
-def _model_lines(model: Json, n_ctx_train: int | None) -> list[str]:
-    replicas = model["replicas"]
+def _model_lines(model: Json, card: Json) -> list[str]:
+    replicas, n_ctx_train = model["replicas"], (card.get("meta") or {}).get("n_ctx_train")
     engine = replicas[0]["engine"]
     n_slots, n_ctx_slot, n_ctx = (engine[name] for name in ("n_slots", "n_ctx_slot", "n_ctx"))
     times = f"{len(replicas)} replicas, each " if len(replicas) > 1 else ""
     slots = f"{n_slots} slots that share" if n_slots > 1 else "1 slot of"
-    slots = f"{times}{slots} {n_ctx:,} tokens"
-    lines = [f"Model     {model['id']}: {slots}, {engine['compute']['threads']} threads"]
+    what = f"{slots} {n_ctx:,} tokens"
+    if does := WITHOUT_TEXT.get(purpose(card)):
+        what = f"{does} texts of up to {n_ctx_slot:,} tokens"
+    threads = engine["compute"]["threads"]
+    lines = [f"Model     {model['id']}: {times}{what}, {threads} thread{'s' * (threads > 1)}"]
     lines += [f"          {reason}" for reason in replicas[0]["placement"].split("; ")]
+    if does:
+        return lines
     lines.append(
         f"          The longest request: {n_ctx_slot:,} tokens, prompt and answer together."
     )

@@ -302,7 +302,7 @@ class Engine(DecoderLoop):
     def _check(self, request: GenerationRequest, *, is_expanded: bool) -> None:
         n_vocab = self._vocabulary.n_vocab
         if not self._backend.embeddings.shape.causal:
-            raise InvalidRequestError("This model makes embeddings: it cannot generate.", "model")
+            raise InvalidRequestError("This model is an encoder: it cannot generate text.", "model")
         if not request.prompt:
             raise InvalidRequestError("The prompt is empty.", "prompt")
         n_ctx_slot, shifts = self.options.n_ctx_slot, n_keep_on_shift(request, self.options)

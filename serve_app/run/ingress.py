@@ -183,7 +183,8 @@ class IngressServer:
 
     def _served_model(self, info: ModelInfo, handle: ReplicaHandle) -> ServedModel:
         """A model with the way to its engines."""
-        if not info.problem and not info.tokenizer.has_template:
+        writes = not info.problem and info.purpose == "text"
+        if writes and not info.tokenizer.has_template:
             logger.warning("%s has no chat template. Its chats get ChatML.", info.id)
         client = HandleClient(
             handle,

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_app.base.errors import ConfigError
@@ -70,20 +70,34 @@ def resolve(
     divided = any(map(names_its_share, models))
     shares = plan.shares(here, n_places, divided=divided)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
-    resolved = []
+    found: dict[int, _Found] = {}
+    needs: list[sizing.Need] = []
     for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
         if i < n_resolved:
+            needs.append(sizing.UNKNOWN)
             continue
         if names_its_share(model):
             share = plan.whole_share(here, n_places)
         try:
-            undecided = _resolve(model, share, here, n_places, downloads, only_here=only_here)
+            one = _find(model, share, here.memory_bytes // n_places, downloads, only_here=only_here)
+            needs.append(_need(one, here))
+            found[i] = one
         except (ConfigError, OSError) as error:
             if left_out is None or not isinstance(error, _FileError):
                 raise ConfigError(f"models ({model.id}): {error}") from None
             left_out[model.id] = str(error)
-            continue
+            needs.append(sizing.NOTHING)
+    free, total = (
+        _divide(n_bytes, models, needs, n_at_once, more_may_come=more_may_come)
+        for n_bytes in (here.memory_bytes, here.total_bytes)
+    )
+    resolved = []
+    for i, one in found.items():
+        try:
+            undecided = _resolve(one, here, downloads, free[i], total[i])
+        except ConfigError as error:
+            raise ConfigError(f"models ({one.model.id}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
@@ -169,36 +183,82 @@ def names_its_share(model: ModelConfig) -> bool:
     return any(size is not None for size in sizes)
 
 
-def _resolve(
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model with what its files tell, and its share of the cores."""
+
+    model: ModelConfig
+    share: Share
+    stages: int
+    source: ModelSource
+    projector: ProjectorSource | None
+    needs: ModelNeeds | None
+    """None if the files are on other machines only."""
+    adapters: tuple[AdapterConfig, ...]
+    draft: ModelSource | None
+
+
+def _find(
     model: ModelConfig,
     share: Share,
-    here: Machine,
-    n_models: int,
+    memory_bytes: int,
     downloads: DownloadsConfig,
     *,
     only_here: bool,
-) -> ResolvedModel:
-    defaults, stages = model_defaults(model.defaults), model.engine.stages
-    memory_bytes = here.memory_bytes // n_models
+) -> _Found:
+    """What the model's files tell. Raises ConfigError and OSError."""
+    stages = model.engine.stages
     if stages == "auto":
         with _files():
             stages = _fewest_stages(model, memory_bytes, downloads)
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
+        share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
     with _files():
         source, projector, needs = _look_up(model, downloads, only_here=only_here)
         adapters = tuple(pinned_adapter(one, downloads) for one in model.adapters)
         draft = pinned_source("engine.draft", draft_source(model), downloads)
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
-        share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
-    elif needs is not None:
-        share = _with_room(model, share, needs, here.total_bytes // n_models)
-    num_cpus = _num_cpus(model, share, here)
-    reserved = model.serve.num_cpus
-    reserved = num_cpus if reserved is None else reserved
-    n_together = plan.n_together(here, reserved, _most_replicas(model.serve, share))
+    return _Found(model, share, stages, source, projector, needs, adapters, draft)
+
+
+def _need(found: _Found, here: Machine) -> sizing.Need:
+    """The memory that all replicas of the model on this machine can use. Raises ConfigError."""
+    if found.needs is None or found.stages > 1:
+        return sizing.UNKNOWN
+    _, reserved, n_together = _reserve(found.model, found.share, here)
+    cores = _cores(found.model.engine, found.share, here, reserved)
+    return sizing.need(found.model.engine, found.needs, cores=cores, n_replicas=n_together)
+
+
+def _divide(
+    memory_bytes: int,
+    models: Sequence[ModelConfig],
+    needs: Sequence[sizing.Need],
+    n_at_once: int,
+    *,
+    more_may_come: bool,
+) -> list[int]:
+    """Each model's part of so much memory. `n_at_once` models on demand have a part, which suits any."""
+    stay = [model.keep_alive is None for model in models]
+    go = [need for need, stays in zip(needs, stay, strict=True) if not stays]
+    of_any = sizing.UNKNOWN if more_may_come else max(go, default=sizing.NOTHING)
+    parts = sizing.divide(memory_bytes, [*itertools.compress(needs, stay), *[of_any] * n_at_once])
+    each = iter(parts)
+    return [next(each) if stays else parts[-1] for stays in stay]
+
+
+def _resolve(
+    found: _Found, here: Machine, downloads: DownloadsConfig, memory_bytes: int, total_bytes: int
+) -> ResolvedModel:
+    """Raises ConfigError. `memory_bytes` are free for the model's replicas here, of `total_bytes` that they
+    may take when those before them are gone."""
+    model, share, needs, stages = found.model, found.share, found.needs, found.stages
+    if stages == 1 and needs is not None:
+        share = _with_room(model, share, needs, total_bytes)
+    num_cpus, reserved, n_together = _reserve(model, share, here)
     has_peers = model.serve.autoscaling_config is not None or share.n_replicas > 1
     options = sizing.resolve(
         model.engine,
@@ -211,8 +271,8 @@ def _resolve(
         id=model.id,
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
-        defaults=defaults,
-        source=source,
+        defaults=model_defaults(model.defaults),
+        source=found.source,
         downloads=downloads,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
@@ -223,9 +283,9 @@ def _resolve(
         num_cpus=num_cpus,
         place_cpus=share.place_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
-        adapters=adapters,
-        projector=projector,
-        draft=draft,
+        adapters=found.adapters,
+        projector=found.projector,
+        draft=found.draft,
         waits_for_requests=model.keep_alive is not None
         or model.serve.scaling_bound("min_replicas") == 0,
         on_demand=None
@@ -272,6 +332,15 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
         return share
     n = sizing.fitting_replicas(model.engine, needs, share.n_replicas, total_bytes)
     return share if n == share.n_replicas else plan.merge(share, n)
+
+
+def _reserve(model: ModelConfig, share: Share, here: Machine) -> tuple[float, float, int]:
+    """The CPUs that Ray reserves for a replica unless the deployment says otherwise, those that it does
+    reserve, and how many replicas may run here at once. Raises ConfigError."""
+    num_cpus = _num_cpus(model, share, here)
+    configured = model.serve.num_cpus
+    reserved = num_cpus if configured is None else configured
+    return num_cpus, reserved, plan.n_together(here, reserved, _most_replicas(model.serve, share))
 
 
 def _most_replicas(configured: RayServeOptions, share: Share) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.base.engine_options import EngineOptions
@@ -123,8 +123,10 @@ class CacheNeeds:
 
     @classmethod
     def of(cls, config: EngineConfig, needs: ModelNeeds) -> CacheNeeds:
-        """The needs with the configured formats. Raises ConfigError like
+        """The needs with the configured formats; an encoder has no cache. Raises ConfigError like
         `ModelNeeds.cache_bytes_per_token`."""
+        if needs.is_encoder:
+            return cls(0.0, 0.0, 0, 0)
         per_token = needs.cache_bytes_per_token(config.cache_type_k, config.cache_type_v)
         windowed = per_token * needs.window_share
         n_window = needs.window + config.n_batch
@@ -144,6 +146,45 @@ class CacheNeeds:
         if left <= self.n_window * of_all:
             return left / of_all
         return (left - self.n_window * self.windowed) / self.full if self.full else math.inf
+
+
+Need = tuple[float, bool]
+"""The bytes that a model can use, and whether its caches can use all that is left over."""
+NOTHING: Need = (0.0, False)
+UNKNOWN: Need = (math.inf, True)
+
+
+def need(config: EngineConfig, needs: ModelNeeds, *, cores: int, n_replicas: int = 1) -> Need:
+    """The memory with which `resolve` lowers nothing, of so many replicas on a machine with `cores` each.
+    What is left over holds more prefixes. An encoder keeps none: it needs its weights, which OpenVINO may
+    hold as floats of twice the size, and the longest text. Raises ConfigError like
+    `ModelNeeds.cache_bytes_per_token`."""
+    shared, own = needs.shared_bytes(config.load_mode), needs.weight_bytes
+    if needs.is_encoder:
+        n_tokens = min(config.n_ctx_slot or config.n_ctx or math.inf, needs.n_ctx_train)
+        each = 2 * own + PROCESS_BYTES + _PAIR_BYTES * n_tokens**2 / _KV_SHARE_OF_MEMORY
+        return shared + n_replicas * each, False
+    n_slots = (config.n_slots or _slots_for(cores)) + len(config.system_prompts)
+    n_ctx_slot = config.n_ctx_slot or min(needs.n_ctx_train, _MAX_DEFAULT_CTX)
+    n_bytes = CacheNeeds.of(config, needs).n_bytes(n_slots, config.n_ctx or n_slots * n_ctx_slot)
+    n_bytes *= 2 if needs.makes_vectors else 1
+    each = own - shared + PROCESS_BYTES + n_bytes / _KV_SHARE_OF_MEMORY
+    return shared + n_replicas * each, True
+
+
+def divide(memory_bytes: int, needs: Sequence[Need]) -> list[int]:
+    """Each model's part of the memory: what it needs, or an equal part of what those leave that need less.
+    An UNKNOWN need is an equal part of all. What is left over goes to those that can use it. Pure."""
+    of_all = memory_bytes // max(1, len(needs))
+    wanted = [of_all if n_bytes == math.inf else int(n_bytes) for n_bytes, _ in needs]
+    parts, left = [0] * len(needs), memory_bytes
+    for n, i in enumerate(sorted(range(len(needs)), key=wanted.__getitem__)):
+        parts[i] = min(wanted[i], left // (len(needs) - n))
+        left -= parts[i]
+    growing = [i for i, (_, grows) in enumerate(needs) if grows]
+    for i in growing:
+        parts[i] += left // len(growing)
+    return parts
 
 
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
@@ -200,14 +241,16 @@ def resolve(
         elif n_ctx_slot is None:
             n_ctx = n_ctx or n_slots * share
             n_ctx_slot = min(needs.n_ctx_train, n_ctx)
+    kept = left
     if needs is not None and needs.is_encoder:
+        kept = 0  # it has no cache
         n_ctx_slot = _longest_text(config, needs.n_ctx_train, left)
         n_ctx = n_ctx and max(n_ctx, n_ctx_slot)
     said = {name: value for name, value in config if name in EngineOptions.__slots__}
     return EngineOptions(
         **said
         | {name: None for name in _MEASURED if said[name] == "auto"}
-        | {name: int(part * left) for name, part in _SHARES_OF_MEMORY.items()}
+        | {name: int(part * kept) for name, part in _SHARES_OF_MEMORY.items()}
         | ({} if config.cache_ram_mib is None else {"cache_ram_bytes": config.cache_ram_mib << 20})
         | {
             "n_slots": n_slots,

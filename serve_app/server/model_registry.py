@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class Answers(Generic[T]):
     """The ids of replicas that run and did not answer in time."""
 
 
+Purpose = Literal["text", "embeddings", "rerank", "classify"]
 NumberedAdapters = Mapping[int, AdapterUse]
 """A model's LoRA adapters by what llama-server's API calls them. A number is never another one's."""
 
@@ -214,6 +215,17 @@ class ModelInfo:
             is_on_demand=file.is_on_demand,
             waits_for_requests=file.waits_for_requests,
         )
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the model's file says that it is for: an encoder, or one with a kind of pooling, is not made
+        to write text."""
+        if self.problem:
+            return "text"
+        if self.tokenizer.has_classifier:
+            return "rerank" if self.tokenizer.reranks else "classify"
+        file = self.tokenizer.model
+        return "text" if file.is_causal and file.pooling is None else "embeddings"
 
     @property
     def sees(self) -> bool:

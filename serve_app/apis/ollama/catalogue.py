@@ -105,10 +105,8 @@ def value_of(name: str, text: str) -> str | int | float | bool:
 
 def _capabilities(model: ModelInfo) -> list[str]:
     tokenizer = model.tokenizer
-    if tokenizer.has_classifier:
-        return []
-    if tokenizer.model.pooling is not None or not tokenizer.model.is_causal:
-        return ["embedding"]
+    if model.purpose != "text":
+        return ["embedding"] if model.purpose == "embeddings" else []
     capabilities = {
         "completion": True,
         "tools": True,

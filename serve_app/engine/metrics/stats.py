@@ -237,6 +237,11 @@ class EngineStats:
     def memory_report(self) -> str:
         """A line about what the engine holds, and would hold with more slots."""
         memory = self.memory
+        if not memory.cache_bytes:  # an encoder's
+            return (
+                f"weights {_mib(memory.weights_bytes)}, no cache, "
+                f"compute buffers {_mib(memory.compute_bytes)}"
+            )
         return (
             f"weights {_mib(memory.weights_bytes)}, KV cache {_mib(memory.cache_bytes)} "
             f"({_mib(memory.cache_bytes_per_slot)} for every slot more), "

@@ -201,8 +201,8 @@ class Context:
         if self._options.tells_hidden:
             only_of_logits = self._KIND != Context._KIND
             llama_cpp_ext.llama_set_embeddings_nextn(self.pointer, True, only_of_logits)
-        self._measure_cache(lines)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
+        self._measure_cache(lines)
         self.can_shift = bool(llama_cpp.llama_memory_can_shift(self._memory))
         """Whether `shift` works: not with every kind of position encoding."""
         self.window = self.model.window
@@ -245,7 +245,8 @@ class Context:
         per_layer = sum(map(n_bytes, self._formats, model.layer_elements))
         layout = CacheLayout.read(lines, per_layer, params.n_seq_max)
         if layout is None:
-            per_token = model.n_layer * per_layer
+            # An encoder has no cache. Of any other, llama.cpp should have told the size.
+            per_token = model.n_layer * per_layer if self._memory else 0
             layout = CacheLayout(per_token, cache_bytes=params.n_ctx * per_token)
         self.layout = layout
         one_more = _pad(self._n_ctx_share) * self.layout.per_token + self.layout.per_sequence

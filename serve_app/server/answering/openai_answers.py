@@ -68,8 +68,9 @@ class ModelCard(BaseModel):
     n_ctx_slot: int
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus | FailedStatus
-    capabilities: list[Literal["vision", "audio"]] = []
-    """The model's capabilities besides text."""
+    capabilities: list[Literal["vision", "audio", "embeddings", "rerank", "classify"]] = []
+    """What a model that writes text takes besides text. One that is not made to write text has what it is
+    made for."""
 
 
 class ModelList(BaseModel):
@@ -124,7 +125,11 @@ def model_card(model: ServedModel) -> ModelCard:
         created=model.created,
         n_ctx_slot=model.n_ctx_slot,
         status=status,
-        capabilities=[*(["vision"] if model.sees else ()), *(["audio"] if model.hears else ())],
+        capabilities=[
+            *(["vision"] if model.sees else ()),
+            *(["audio"] if model.hears else ()),
+            *([model.purpose] if model.purpose != "text" else ()),
+        ],
     )
 
 

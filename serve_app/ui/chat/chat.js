@@ -5,7 +5,7 @@ import { announce, byId, copyButton, h } from "../common/dom.js";
 import { Microphone } from "./microphone.js";
 import { PictureTray } from "./pictures.js";
 import { answer, bodyOf, curl } from "./request.js";
-import { fillModels, settingsForm } from "../common/settings.js";
+import { fillModels, settingsForm, writers } from "../common/settings.js";
 import * as store from "../common/store.js";
 import { count } from "../common/why.js";
 
@@ -51,7 +51,7 @@ export class ChatPage {
     byId("question").focus();
     if (this.#models.length) return;
     try {
-      this.#models = (await api.askJson("v1/models")).data;
+      this.#models = writers((await api.askJson("v1/models")).data);
       this.#choose(fillModels(byId("chat-model"), this.#models, this.#chat.model));
     } catch (error) {
       byId("messages").replaceChildren(h("p", { className: "error", role: "alert", textContent: error instanceof Error ? error.message : "" }));

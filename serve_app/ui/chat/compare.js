@@ -4,7 +4,7 @@ import { AnswerView } from "./answer.js";
 import { growing, setSending } from "./chat.js";
 import { announce, byId, h } from "../common/dom.js";
 import { answer, bodyOf } from "./request.js";
-import { fillModels, settingsForm } from "../common/settings.js";
+import { fillModels, settingsForm, writers } from "../common/settings.js";
 import * as store from "../common/store.js";
 
 /** One of the two. */
@@ -66,7 +66,7 @@ export class ComparePage {
     byId("compare-question").focus();
     if (this.#filled) return;
     try {
-      const models = (await api.askJson("v1/models")).data;
+      const models = writers((await api.askJson("v1/models")).data);
       this.#sides.forEach((side, i) => fillModels(side.select, models, models[i]?.id));
       this.#filled = true;
     } catch (error) {

@@ -43,6 +43,16 @@ export function settingsForm(settings, changed) {
   );
 }
 
+/**
+ * The models of /v1/models that write text.
+ * @template {{id: string, capabilities?: string[]}} T
+ * @param {T[]} models
+ * @returns {T[]}
+ */
+export function writers(models) {
+  return models.filter((one) => !["embeddings", "rerank", "classify"].some((name) => one.capabilities?.includes(name)));
+}
+
 /** @param {any} select @param {{id: string}[]} models @param {string} chosen */
 export function fillModels(select, models, chosen) {
   const known = models.some((one) => one.id === chosen);

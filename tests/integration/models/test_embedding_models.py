@@ -126,6 +126,8 @@ def test_such_a_model_does_not_generate(tmp_path: Path) -> None:
         (refusal,) = engine.submit_to([(GenerationRequest("a", (2, 5)), lambda _: None)])
         assert isinstance(refusal, InvalidRequestError)
         assert "cannot generate" in refusal.message
+        memory = engine.stats().memory
+        assert (memory.cache_bytes, memory.cache_bytes_per_slot) == (0, 0)
         assert engine.embed([(2, 5)]).result(60).shape[0] == 1
 
 

@@ -240,7 +240,9 @@ def chunk(finish: str | None = None, **delta: str) -> dict[str, Any]:
 
 
 def test_chat_answers_one_prompt(told: Told) -> None:
-    told.json("/v1/models", {"data": [{"id": "first"}, {"id": "second"}]})
+    cards = [("encoder", ["embeddings"]), ("ranker", ["rerank"]), ("first", ["vision"])]
+    served = [{"id": name, "capabilities": able} for name, able in cards]
+    told.json("/v1/models", {"data": [*served, {"id": "second"}]})
     told.stream(
         "/v1/chat/completions",
         chunk(role="assistant"),

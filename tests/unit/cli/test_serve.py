@@ -42,8 +42,8 @@ def model(n_slots: int, n_ctx_slot: int, n_replicas: int = 1) -> dict[str, Any]:
     return {"id": "m", "replicas": replicas}
 
 
-def card(n_ctx_train: int) -> dict[str, Any]:
-    return {"id": "m", "meta": {"n_ctx_train": n_ctx_train}, "status": {"value": "loaded"}}
+def card(n_ctx_train: int, **more: Any) -> dict[str, Any]:
+    return {"id": "m", "meta": {"n_ctx_train": n_ctx_train}, "status": {"value": "loaded"}, **more}
 
 
 def test_the_summary_names_models_that_nobody_asked_for_or_that_are_left_out() -> None:
@@ -114,6 +114,22 @@ def test_replicas_are_counted() -> None:
     assert "Model     m: 2 replicas, each 8 slots that share 32,768 tokens, 4 threads" in lines
     lines = screen.summary(served(), [model(1, 4096, 1)], [])
     assert "Model     m: 1 slot of 4,096 tokens, 4 threads" in lines
+
+
+@pytest.mark.parametrize(
+    ("capability", "does"),
+    [("embeddings", "makes embeddings of"), ("rerank", "ranks"), ("classify", "classifies")],
+)
+def test_models_that_write_no_text_have_no_slots_and_no_answers(capability: str, does: str) -> None:
+    cards = [card(512, capabilities=[capability])]
+    served_model = model(8, 512)
+    served_model["replicas"][0]["engine"]["compute"]["threads"] = 1
+    lines = screen.summary(served(), [served_model], cards)
+    at = lines.index(f"Model     m: {does} texts of up to 512 tokens, 1 thread")
+    assert lines[at + 1 : at + 4] == [
+        *("          because", "          of that"),
+        "Logs      /logs/server-8000.log",
+    ]
 
 
 @pytest.mark.parametrize(

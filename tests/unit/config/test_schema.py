@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from gguf import PoolingType
 
 from serve_app.base.errors import ConfigError
 from serve_app.cluster.deployments import engine_options, ingress_options
@@ -26,6 +27,8 @@ from serve_app.server.access.network import NetworkPolicy
 from serve_app.store.builtin_model import BUILTIN_MODEL, BUILTIN_PROJECTOR
 from tests.integration.models.prediction_models import write_head, write_random
 from tests.unit.run.placement.machines import EPYC, SMALL, topology
+from tools.random_models.encoder import SHAPES as ENCODERS
+from tools.random_models.encoder import write_encoder
 from tools.random_models.model import SHAPES, write_random_gguf
 
 ROOT = Path(__file__).parents[3]
@@ -150,6 +153,40 @@ def test_models_share_the_machine_in_turns(cores: int, n_models: int, num_cpus: 
     for entry, resolved in zip(configured, resolve(configured, here), strict=True):
         assert engine_options(entry, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
         assert resolved.options.threads == threads
+
+
+def test_a_chat_model_gets_the_memory_that_encoders_leave(tmp_path: Path) -> None:
+    here = Machine(topology(((i,), 0) for i in range(2)), None, 2**34, 2**34)
+    path = write_encoder(tmp_path / "bert.gguf", ENCODERS["tiny"], PoolingType.MEAN)
+    entries = [{"id": "chat", "source": {"builtin": True}}] + [
+        {"id": name, "source": {"path": str(path)}} for name in ("embed", "rank")
+    ]
+    chat, *others = resolve(schema.parse({"models": entries}).models, here)
+    (alone,) = resolve(schema.parse({"models": entries[:1]}).models, here)
+    assert alone.sizing.endswith("sized for 16.0 GiB of memory")
+    assert chat.sizing.endswith("sized for 15.0 GiB of memory")
+    assert {one.sizing.partition("; ")[2] for one in others} == {"sized for 0.5 GiB of memory"}
+    less = (alone.options.cache_ram_bytes - chat.options.cache_ram_bytes) * 8
+    assert 2**30 < less < 2**30 + 2**24
+
+
+@pytest.mark.parametrize("more_may_come", [False, True])
+def test_models_on_demand_have_the_memory_that_any_of_them_needs(
+    tmp_path: Path, *, more_may_come: bool
+) -> None:
+    """A third and half of what is left over, if others may be added, of which nothing is known."""
+    here = Machine(topology(((i,), 0) for i in range(4)), None, 2**34, 2**34)
+    path = write_encoder(tmp_path / "bert.gguf", ENCODERS["tiny"], PoolingType.MEAN)
+    entries = [
+        {"id": name, "source": {"path": str(path)}, **more}
+        for name, more in [("stays", {}), ("a", {"keep_alive": "1m"}), ("b", {"keep_alive": "1m"})]
+    ] + [{"id": "chat", "source": {"builtin": True}}]
+    models = schema.parse({"models": entries}).models
+    stays, a, b, chat = resolve(models, here, more_may_come=more_may_come)
+    assert stays.sizing.endswith("sized for 0.5 GiB of memory")
+    assert a.sizing == b.sizing
+    assert a.sizing.endswith(f"sized for {10.1 if more_may_come else 0.5} GiB of memory")
+    assert chat.sizing.endswith(f"sized for {5.4 if more_may_come else 15.0} GiB of memory")
 
 
 def test_fixed_replicas_switch_autoscaling_off() -> None:

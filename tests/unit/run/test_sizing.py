@@ -9,7 +9,18 @@ import pytest
 
 from serve_app.base.errors import ConfigError
 from serve_app.config.schema import EngineConfig
-from serve_app.run.sizing import ModelNeeds, bound, fitting_replicas, resolve, shares_of_memory
+from serve_app.run.sizing import (
+    NOTHING,
+    UNKNOWN,
+    ModelNeeds,
+    Need,
+    bound,
+    divide,
+    fitting_replicas,
+    need,
+    resolve,
+    shares_of_memory,
+)
 
 GIB = 2**30
 # The cache of Qwen3-0.6B: 28 layers x 8 heads x 128 elements, keys and values, 112 KiB a token as F16.
@@ -73,6 +84,8 @@ def test_context_is_never_longer_than_the_models() -> None:
     assert options.n_ctx_slot == 512
 
 
+# Gemma 3 1B's cache: 26 layers, of which 22 see 512 tokens, one head of 256.
+WINDOWED = ModelNeeds(32768, (6656, 6656), (256, 256), GIB, window=512, window_share=22 / 26)
 ENCODER = ModelNeeds(
     8192, (24576, 24576), (64, 64), weight_bytes=GIB // 2, is_encoder=True, makes_vectors=True
 )
@@ -96,6 +109,81 @@ def test_an_encoder_takes_texts_as_long_as_it_was_trained_for(
 ) -> None:
     options = resolve(EngineConfig(**fields), ENCODER, cores=2, memory_bytes=memory_bytes)
     assert options.n_ctx_slot == n_ctx_slot
+
+
+def test_an_encoder_keeps_no_prefixes() -> None:
+    options = resolve(EngineConfig(), ENCODER, cores=2, memory_bytes=16 * GIB)
+    assert (options.cache_ram_bytes, options.checkpoint_ram_bytes) == (0, 0)
+
+
+def test_an_encoder_needs_its_weights_and_room_for_the_longest_text() -> None:
+    """A process takes half a GiB beside, and OpenVINO may hold weights twice as large."""
+    n_bytes, grows = need(EngineConfig(), ENCODER, cores=2)
+    assert (n_bytes, grows) == (GIB + GIB // 2 + 40 * 8192**2, False)
+    assert need(EngineConfig(n_slots=32), ENCODER, cores=64) == (n_bytes, False)
+    options = resolve(EngineConfig(), ENCODER, cores=2, memory_bytes=int(n_bytes))
+    assert options.n_ctx_slot == 8192
+    (short, _), (two, _) = (
+        need(EngineConfig(n_ctx_slot=512), ENCODER, cores=2),
+        need(EngineConfig(), ENCODER, cores=2, n_replicas=2),
+    )
+    assert short == GIB + GIB // 2 + 40 * 512**2
+    assert two == 2 * n_bytes
+    mapped = replace(ENCODER, mapped=True)
+    assert need(EngineConfig(), mapped, cores=2, n_replicas=2)[0] == two + mapped.weight_bytes
+
+
+@pytest.mark.parametrize("n_replicas", [1, 3])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"n_slots": 4},
+        {"n_ctx_slot": 8192},
+        {"n_ctx_slot": 8192, "kv_unified": False},
+        {"n_ctx": 9000},
+        {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"system_prompts": ["a", "b"]},
+    ],
+    ids=str,
+)
+def test_a_chat_model_needs_what_lowers_nothing(config: dict[str, Any], n_replicas: int) -> None:
+    for needs in (SMALL, WINDOWED, replace(SMALL, makes_vectors=True), replace(SMALL, mapped=True)):
+        engine = EngineConfig.model_validate(config)
+        n_bytes, grows = need(engine, needs, cores=4, n_replicas=n_replicas)
+        assert grows
+        enough, plenty = (
+            resolve(engine, needs, cores=4, memory_bytes=memory, n_replicas=n_replicas)
+            for memory in (int(n_bytes), 2**50)
+        )
+        assert (enough.n_slots, enough.n_ctx, enough.n_ctx_slot) == (
+            *(plenty.n_slots, plenty.n_ctx),
+            plenty.n_ctx_slot,
+        )
+
+
+@pytest.mark.parametrize(
+    ("needs", "parts"),
+    [
+        ([(9, True)], [100]),
+        ([(900, True)], [100]),
+        ([(9, False)], [9]),
+        ([(9, True), (9, True)], [50, 50]),
+        ([(60, True), (70, True)], [50, 50]),
+        ([(20, False), (10, True)], [20, 80]),
+        ([(20, False), (900, True)], [20, 80]),
+        ([(90, False), (900, True)], [50, 50]),
+        ([(10, True), (900, True)], [10, 90]),
+        ([(10, True), (20, True)], [45, 55]),
+        ([UNKNOWN, UNKNOWN, (10, False)], [45, 45, 10]),
+        ([UNKNOWN, (10, True)], [70, 30]),
+        ([UNKNOWN, (900, True)], [50, 50]),
+        ([NOTHING, (30, True), NOTHING], [0, 100, 0]),
+        ([], []),
+    ],
+)
+def test_memory_is_divided_by_need(needs: list[Need], parts: list[int]) -> None:
+    assert divide(100, needs) == parts
 
 
 def test_a_long_text_has_as_much_memory_as_the_slots() -> None:
@@ -122,10 +210,6 @@ def test_quantised_values_need_flash_attention() -> None:
     config = EngineConfig(cache_type_v="q4_0", flash_attn=False)
     with pytest.raises(ConfigError, match=r"cache_type_v: q4_0 needs engine\.flash_attn"):
         resolve(config, SMALL, cores=2, memory_bytes=GIB)
-
-
-# Gemma 3 1B's cache: 26 layers, of which 22 see 512 tokens, one head of 256.
-WINDOWED = ModelNeeds(32768, (6656, 6656), (256, 256), GIB, window=512, window_share=22 / 26)
 
 
 @pytest.mark.parametrize(

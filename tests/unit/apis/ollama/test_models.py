@@ -107,11 +107,11 @@ async def test_capabilities(client: httpx.AsyncClient, tokenizer: ByteTokenizer)
 
 
 @pytest.mark.parametrize(
-    ("pooling", "is_causal", "reranks", "found"),
+    ("pooling", "is_causal", "reranks", "found", "purpose"),
     [
-        ("last", True, False, ["embedding"]),
-        (None, False, False, ["embedding"]),
-        ("rank", True, True, []),
+        ("last", True, False, ["embedding"], "embeddings"),
+        (None, False, False, ["embedding"], "embeddings"),
+        ("rank", True, True, [], "rerank"),
     ],
 )
 async def test_capabilities_of_models_that_do_not_write(
@@ -121,10 +121,16 @@ async def test_capabilities_of_models_that_do_not_write(
     is_causal: bool,
     reranks: bool,
     found: list[str],
+    purpose: str,
 ) -> None:
+    """/v1/models says what they are made for."""
+    card, *_ = (await client.get("/v1/models")).json()["data"]
+    assert card["capabilities"] == []
     tokenizer.model.pooling, tokenizer.model.is_causal = pooling, is_causal
     tokenizer.reranks = reranks
     assert (await client.post("/api/show", json={})).json()["capabilities"] == found
+    card, *_ = (await client.get("/v1/models")).json()["data"]
+    assert card["capabilities"] == [purpose]
 
 
 async def test_version_and_heads(client: httpx.AsyncClient) -> None:
