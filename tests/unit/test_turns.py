@@ -39,7 +39,7 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        threading.Event().wait(seconds)  # another thread has the lock
 
 
 @pytest.fixture
@@ -130,17 +130,18 @@ def test_who_had_least_is_next(path: Path, clock: Clock) -> None:
 
         second_done = pool.submit(compute, "second", second, 0.2)
         _wait_for_waiting(first, 1)
-        third_done = pool.submit(compute, "third", third, 0.1)
+        third_done = pool.submit(compute, "third", third, 0.05)
         _wait_for_waiting(first, 2)
+        clock.now += 0.1  # the others are level with the 0.3 s that it had when they came
         first.take()
         order.append("first")
         first.give()
         second_done.result()
         third_done.result()
-    # After their first turns, they have had 0.3, 0.2 and 0.1 s.
+    # After these turns, they have had 0.4, 0.5 and 0.35 s.
     assert sorted(order[:2]) == ["second", "third"]
-    assert order[2:] == ["third", "second", "first"]
-    assert first.held_s == pytest.approx(0.3)
+    assert order[2:] == ["third", "first", "second"]
+    assert first.held_s == pytest.approx(0.4)
     assert second.held_s == pytest.approx(0.2)
     for one in (first, second, third):
         one.close()
@@ -188,7 +189,9 @@ def test_who_rests_saves_nothing_and_keeps_its_debts(path: Path, clock: Clock) -
         waiting.result()
     clock.now += 0.5
     other.give()
-    assert (entries[0].had_s, entries[1].had_s) == (1.0, 0.5)
+    # The other one came when the first had had its second: neither owes the other anything for that.
+    assert (entries[0].had_s, entries[1].had_s) == (1.0, 1.5)
+    assert (ours.held_s, other.held_s) == pytest.approx((1.4, 5.5))
     ours.close()
     other.close()
 
@@ -208,6 +211,128 @@ def test_work_behind_all_others_waits_and_can_become_urgent(path: Path, clock: C
     ours.give()
     ours.close()
     other.close()
+
+
+def test_who_gives_up_gives_the_turn_that_came_in_the_meantime(path: Path, clock: Clock) -> None:
+    ours, other = Turns(path), Turns(path)
+    _let(other, 0.1, clock)
+    ours._table.entries[ours._index].waits = True  # as after a wait `behind` that was too long
+    other.give()
+    assert ours._table.holder == ours._index
+    ours.give()
+    assert ours._table.holder == -1
+    assert other.take() is not None
+    ours.close()
+    other.close()
+
+
+def test_who_waited_behind_the_others_is_owed_nothing(path: Path, clock: Clock) -> None:
+    """Its background work waited for ten minutes. Then it has a stream, too."""
+    ours, other, third = (Turns(path) for _ in range(3))
+    entries = ours._table.entries
+    _let(other, 600, clock)
+    entries[0].waits = entries[0].is_behind = ours._table.n_waiting = True
+    other.take()
+    assert entries[1].had_s == 600
+    with ThreadPoolExecutor(2) as pool:
+        new = pool.submit(third.take)
+        _wait_for_waiting(ours, 2)
+        assert entries[2].had_s == 600  # and not as little as who waits behind
+        urgent = pool.submit(ours.take)
+        while entries[0].is_behind:
+            threading.Event().wait(0.001)
+        assert entries[0].had_s == 600
+        other.give()
+        for waiting, one in ((urgent, ours), (new, third)):
+            waiting.result()
+            one.give()
+    for one in (ours, other, third):
+        one.close()
+
+
+def test_who_computes_for_too_long_is_passed_over_and_is_level_with_the_others_then(
+    path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, other = Turns(path), Turns(path)
+    ours.take()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.take)
+        _wait_for_waiting(ours, 1)
+        clock.now += 3
+        waiting.result()
+        assert "holds its turn: others go on" in caplog.text
+        clock.now += 60
+        again = pool.submit(ours.take)
+        _wait_for_waiting(other, 1)
+        assert ours.held_s == 3  # until it was passed over
+        assert ours._table.entries[0].had_s == other._table.entries[1].had_s + 60
+        other.give()
+        again.result()
+    ours.close()
+    other.close()
+
+
+def test_who_has_one_turn_after_the_other_is_not_passed_over(
+    path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, other = Turns(path), Turns(path)
+    ours.take()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.take)
+        _wait_for_waiting(ours, 1)
+        ours._table.entries[1].had_s = 100.0
+        for _ in range(60):
+            clock.now += 0.06
+            ours.take()
+            threading.Event().wait(0.004)  # it looks some times
+        assert not waiting.done()
+        ours.give()
+        waiting.result()
+    assert "holds its turn" not in caplog.text
+    ours.close()
+    other.close()
+
+
+def test_folders_may_have_long_names(tmp_path: Path) -> None:
+    """The address of a socket has 107 characters."""
+    path = tmp_path / ("folder" * 20) / "turns" / "0-1"
+    ours, other = Turns(path), Turns(path)
+    ours.take()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.take)
+        _wait_for_waiting(ours, 1)
+        ours.give()
+        waiting.result()
+    ours.close()
+    other.close()
+
+
+def test_bells_may_be_lost_or_left_behind(path: Path) -> None:
+    """By who cleans up folders, and by who was killed before it had its entry."""
+    ours = Turns(path)
+    name = ours._name
+    (path.parent / f"{name}.1").touch()
+    other = Turns(path)
+    ours.take()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.take)
+        _wait_for_waiting(ours, 1)
+        (path.parent / f"{name}.1").unlink()
+        ours.give()
+        assert waiting.result() is not None
+    assert ours._table.entries[1].pid == os.getpid()
+    ours.close()
+    other.close()
+
+
+def test_what_passes_of_all_take_is_known_to_each(path: Path) -> None:
+    ours, other = Turns(path), Turns(path)
+    assert ours.expect(0.2) == 0.2
+    assert other.expect(0.1) == pytest.approx(0.3)
+    ours.close()
+    assert other.expect(0.1) == 0.1
+    other.close()
+    assert turns.Alone().expect(0.1) == 0.1
 
 
 def test_a_holder_that_is_killed_gives_the_turn(path: Path, other: Process) -> None:
@@ -275,7 +400,7 @@ def test_there_are_places_for_64(path: Path) -> None:
     for one in all_of_them:
         one.close()
     Turns(path).close()
-    assert [file.name for file in path.parent.iterdir()] == ["0-1"]
+    assert len(list(path.parent.iterdir())) == 1
 
 
 def test_without_a_file_the_cores_are_ones_own(

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from serve_app.base.sharing.locks import make_private
@@ -37,9 +37,11 @@ _TURN_S = 0.05
 _ACTIVE_S = 10.0
 # Whoever waits looks this often whether the holder goes on, and passes over one that was stopped, or that
 # computes for so long at once.
-_LOOK_EVERY_S, _MOST_HELD_S = 0.1, 2.0
+_LOOK_EVERY_S, _MOST_HELD_S = 0.05, 2.0
 # No critical section takes so long, unless its process was stopped in it.
 _MOST_LOCKED_S, _RETRY_S = 0.2, 0.00005
+# A flag of a process that the kernel ends: the memory of a large one takes it some tenths of a second.
+_EXITING = 0x4
 
 
 class _Entry(ctypes.Structure):
@@ -50,8 +52,10 @@ class _Entry(ctypes.Structure):
         ("waits", ctypes.c_int8),
         ("is_behind", ctypes.c_int8),
         ("began", ctypes.c_uint64),
+        ("held_s", ctypes.c_double),
         ("had_s", ctypes.c_double),
         ("stall_s", ctypes.c_double),
+        ("pass_s", ctypes.c_double),
         ("worked_at", ctypes.c_double),
     )
     pid: int
@@ -61,12 +65,16 @@ class _Entry(ctypes.Structure):
     """Whether its work goes behind that of all others."""
     began: int
     """When the process began, in the kernel's ticks: ids of processes are used again."""
+    held_s: float
+    """The seconds of all of its turns."""
     had_s: float
-    """The seconds of the machine that it had, as far as they can be compared."""
+    """The same, as far as they can be compared: who comes back is level with those that are active."""
     stall_s: float
     """The longest time that its streams should wait."""
+    pass_s: float
+    """The seconds of a pass over all of its streams; 0 if that is not known."""
     worked_at: float
-    """When its last turn ended, on `time.monotonic`."""
+    """The time, on `time.monotonic`, up to which its turns are charged."""
 
 
 class _Table(ctypes.Structure):
@@ -92,21 +100,23 @@ class Turns:
         """Join the engines of that file, whose folder is this user's alone. `stall_s` is the longest time
         that a stream of this engine should wait for its next token. Raises OSError."""
         make_private(path.parent)
-        self._path = path
+        # Others that have another table, or cannot see whether this process lives, have another file.
+        self._name = f"{path.name}.{_VERSION}.{Path('/proc/self/ns/pid').stat().st_ino}"
         self.waited_s = 0.0
         """The seconds of all waits for a turn."""
-        self._charged_s = 0.0
-        self._holds, self._began_at, self._charged_at = False, 0.0, 0.0
-        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        self._holds, self._began_at = False, 0.0
+        with ExitStack() as stack:
+            self._folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, self._folder)
+            self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            stack.callback(self._bell.close)
+            how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(self._name, how, 0o600, dir_fd=self._folder)
+            stack.callback(os.close, self._file)
             with self._lock():
                 self._table = self._open_table()
                 self._index = self._join(stall_s)
-        except BaseException:
-            self._bell.close()
-            os.close(self._file)
-            raise
+            self._closing = stack.pop_all()
 
     def take(self, *, behind: bool = False) -> float | None:
         """Wait until it is this engine's turn; if it has the turn, others go first that had less. Returns
@@ -117,37 +127,43 @@ class Turns:
         if self._holds and table.holder == self._index and not table.n_waiting:
             return self._most_s(began)
         with self._lock():
-            entry = table.entries[self._index]
-            if self._holds and table.holder == self._index:
-                self._charge(began)
+            entry, has_turn = table.entries[self._index], table.holder == self._index
+            if self._holds and has_turn:
+                self._charge(self._index, began)
                 if began - self._began_at < _TURN_S:
                     return self._most_s(began)
-            elif not (self._holds or entry.waits or table.holder == self._index):
+            # It comes back, was passed over, or has more urgent work than it had before.
+            if not (entry.waits or has_turn) or (entry.is_behind and not behind):
                 self._enter(entry, began)
-            if self._holds or table.holder != self._index:
-                entry.waits, entry.is_behind = True, behind
+            entry.is_behind = behind
+            if self._holds or not has_turn:
+                entry.waits = True
                 if table.holder in (self._index, _NOBODY):
                     self._choose()
             self._holds, table.n_waiting = False, self._n_waiting
-        has_turn = self._wait(until=began + _LOOK_EVERY_S if behind else math.inf)
-        now = time.monotonic()
-        self.waited_s += now - began
-        if not has_turn:
-            return None
-        self._holds, self._began_at, self._charged_at = True, now, now
-        return self._most_s(now)
+        self._holds = self._wait(began, until=began + _LOOK_EVERY_S if behind else math.inf)
+        self._began_at = time.monotonic()
+        self.waited_s += self._began_at - began
+        return self._most_s(self._began_at) if self._holds else None
 
     def give(self) -> None:
-        """Give the turn to the next one, as this engine rests. Idempotent."""
-        entry = self._table.entries[self._index]
-        if self._holds or entry.waits:
+        """Give the turn to the next one, as this engine rests, or wait no more. Idempotent."""
+        table, entry = self._table, self._table.entries[self._index]
+        if entry.waits or table.holder == self._index:  # which it may have become in the meantime
             with self._lock():
                 entry.waits = False
-                if self._table.holder == self._index:  # not if it was passed over
-                    if self._holds:
-                        self._charge(time.monotonic())
+                if table.holder == self._index:
+                    self._charge(self._index, time.monotonic())
                     self._choose()
-                self._holds = False
+                table.n_waiting = self._n_waiting
+        self._holds = False
+
+    def expect(self, pass_s: float) -> float:
+        """Tell the others what a pass over all streams of this engine takes. Returns what a pass of each
+        engine that has streams takes, one after the other."""
+        with self._lock():
+            self._table.entries[self._index].pass_s = pass_s
+            return pass_s + sum(one.pass_s for _, one in self._others)
 
     @property
     def others_worked_at(self) -> float:
@@ -159,7 +175,8 @@ class Turns:
     @property
     def held_s(self) -> float:
         """The seconds of all turns."""
-        return self._charged_s + (time.monotonic() - self._charged_at if self._holds else 0.0)
+        entry, has_turn = self._table.entries[self._index], self._table.holder == self._index
+        return entry.held_s + (time.monotonic() - entry.worked_at if has_turn else 0.0)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -175,10 +192,8 @@ class Turns:
     def close(self) -> None:
         """Leave. Not twice."""
         self.give()
-        with self._lock():
+        with self._closing, self._lock():
             self._clear(self._index)
-        self._bell.close()
-        os.close(self._file)
 
     # -- under the lock ---------------------------------------------------------------------------
 
@@ -190,10 +205,8 @@ class Turns:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if (
-                    time.monotonic() > until
-                ):  # a stopped process has it: two compute at once, at worst
-                    break
+                if time.monotonic() > until:
+                    break  # a stopped process has it: two compute at once, at worst
                 time.sleep(_RETRY_S)
         try:
             yield
@@ -202,12 +215,11 @@ class Turns:
 
     def _open_table(self) -> _Table:
         size = ctypes.sizeof(_Table)
-        if os.fstat(self._file).st_size != size:
-            os.ftruncate(self._file, 0)
-            os.ftruncate(self._file, size)
+        os.posix_fallocate(
+            self._file, 0, size
+        )  # or a write would end the process where there is no room
         table = _Table.from_buffer(mmap.mmap(self._file, size))
-        if table.version != _VERSION:
-            ctypes.memset(ctypes.byref(table), 0, size)
+        if not table.version:
             table.version, table.holder = _VERSION, _NOBODY
         return table
 
@@ -221,40 +233,48 @@ class Turns:
                     self._choose()
         index = next((i for i, entry in enumerate(table.entries) if not entry.pid), _NOBODY)
         if index == _NOBODY:
-            raise OSError(f"{_MOST_ENGINES} engines share {self._path} already")
+            raise OSError(f"{_MOST_ENGINES} engines share {self._name} already")
+        self._clear(index)  # who was killed a moment ago may have left a bell
         self._bell.bind(self._bell_of(index))
         entry, pid = table.entries[index], os.getpid()
-        entry.pid, entry.began, entry.stall_s = pid, _began(pid), stall_s
+        entry.pid, entry.began, entry.stall_s = pid, int(_stat(pid)[19]), stall_s
         entry.worked_at = -math.inf
         table.n_entries = max(table.n_entries, index + 1)
         return index
 
     def _enter(self, entry: _Entry, now: float) -> None:
-        """Become active again, with nothing saved while this engine rested."""
-        active = [one.had_s for i, one in self._others if one.waits or i == self._table.holder]
+        """Become active again, with nothing saved while this engine rested, or waited behind the others."""
+        table, active = self._table, list[tuple[bool, float]]()
+        for i, one in self._others:
+            if one.waits or i == table.holder:
+                begun_s = now - one.worked_at if i == table.holder else 0.0
+                active.append((bool(one.is_behind), one.had_s + begun_s))
         entry.worked_at = now
         if active:
-            entry.had_s = max(entry.had_s, min(active))
+            entry.had_s = max(entry.had_s, min(active)[1])
             return
         for _, other in self._others:  # with the last active one, all debts are gone
             other.had_s = 0.0
         entry.had_s = 0.0
 
-    def _charge(self, now: float) -> None:
-        entry, seconds = self._table.entries[self._index], now - self._charged_at
+    def _charge(self, index: int, now: float) -> None:
+        entry = self._table.entries[index]
+        seconds, entry.worked_at = max(0.0, now - entry.worked_at), now
         entry.had_s += seconds
-        entry.worked_at = self._charged_at = now
-        self._charged_s += seconds
+        entry.held_s += seconds
 
     def _choose(self) -> None:
         """Give the turn to who waits and had least; those behind the others come last."""
-        table = self._table
-        waiting = [i for i in range(table.n_entries) if table.entries[i].waits]
-        for i in sorted(
-            waiting, key=lambda i: (table.entries[i].is_behind, table.entries[i].had_s)
-        ):
-            table.entries[i].waits, table.holder = False, i  # before it looks
-            if i == self._index or self._ring(i):
+        table, entries = self._table, self._table.entries
+        waiting = [i for i in range(table.n_entries) if entries[i].waits]
+
+        def order(i: int) -> tuple[int, float, float]:
+            return entries[i].is_behind, entries[i].had_s, entries[i].worked_at
+
+        for i in sorted(waiting, key=order):
+            entries[i].waits, entries[i].worked_at = False, time.monotonic()
+            table.holder = i  # before it looks
+            if i == self._index or self._ring(i) or _is_alive(entries[i]):
                 break
             self._clear(i)
         else:
@@ -290,7 +310,8 @@ class Turns:
         return min(_TURN_S, min(active) / len(active))
 
     def _bell_of(self, index: int) -> str:
-        return f"{self._path}.{index}"
+        # However long the folder's name is: that of a socket has 107 characters.
+        return f"/proc/self/fd/{self._folder}/{self._name}.{index}"
 
     def _ring(self, index: int) -> bool:
         """Wake an engine; whether it is there."""
@@ -302,42 +323,51 @@ class Turns:
             return False
         return True
 
-    def _wait(self, until: float) -> bool:
+    def _wait(self, since: float, until: float) -> bool:
         """Wait for the turn; whether it has come until then."""
-        holder, since, table = _NOBODY, 0.0, self._table
+        table, entry = self._table, self._table.entries[self._index]
         while table.holder != self._index:
             if time.monotonic() > until:
                 return False
-            if table.holder != holder:
-                holder, since = table.holder, time.monotonic()
-            if self._wait_for_bell(holder):
+            if self._wait_for_bell(holder := table.holder):
                 continue
             with self._lock():
                 if table.holder == self._index:
                     return True
-                table.entries[self._index].waits = True  # it may have been passed over itself
+                if not entry.waits:  # it was passed over itself
+                    entry.waits = True
+                    self._enter(entry, time.monotonic())
                 if table.holder == _NOBODY:
                     self._choose()
                 elif table.holder == holder:
-                    self._look_at_holder(time.monotonic() - since)
+                    self._look_at_holder(since)
         return True
 
-    def _look_at_holder(self, held_s: float) -> None:
-        """Pass over a holder that does not go on."""
-        index, entry = self._table.holder, self._table.entries[self._table.holder]
+    def _look_at_holder(self, since: float) -> None:
+        """Pass over a holder that does not go on. This engine has waited `since` then."""
+        index, entry, now = (
+            self._table.holder,
+            self._table.entries[self._table.holder],
+            time.monotonic(),
+        )
         if not _is_alive(entry):
             self._clear(index)
             self._choose()
-        elif held_s > _MOST_HELD_S or _is_stopped(entry):
+        elif now - max(since, entry.worked_at) > _MOST_HELD_S or _is_stopped(entry):
             logger.warning("The engine of process %d holds its turn: others go on.", entry.pid)
+            self._charge(index, now)
             self._choose()
 
     def _wait_for_bell(self, holder: int) -> bool:
         """Whether this engine was woken: False once the holder has ended, or after a while."""
-        entry, ended = self._table.entries[holder], None
-        if holder != _NOBODY and entry.pid not in (0, os.getpid()):
-            with suppress(OSError):
-                ended = os.pidfd_open(entry.pid)
+        ended = None
+        if holder != _NOBODY:
+            try:
+                ended = os.pidfd_open(self._table.entries[holder].pid)
+            except ProcessLookupError:
+                return False
+            except OSError:  # as where there are too many open files
+                pass
         try:
             poll = select.poll()
             for descriptor in (self._bell.fileno(), ended):
@@ -359,6 +389,9 @@ class Alone:
 
     held_s = waited_s = 0.0
     others_worked_at = -math.inf
+
+    def expect(self, pass_s: float) -> float:
+        return pass_s
 
     def take(self, *, behind: bool = False) -> float | None:
         return math.inf
@@ -408,14 +441,11 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _began(pid: int) -> int:
-    stat = _stat(pid)
-    return int(stat[19]) if stat else 0
-
-
 def _is_alive(entry: _Entry) -> bool:
     stat = _stat(entry.pid)
-    return bool(stat) and stat[0] not in "ZX" and int(stat[19]) == entry.began
+    if not stat or stat[0] in "ZX" or int(stat[6]) & _EXITING:
+        return False
+    return int(stat[19]) == entry.began
 
 
 def _is_stopped(entry: _Entry) -> bool:
