@@ -148,9 +148,9 @@ class EngineCore:
         for guest in self.guests:
             guest.after_step(step_s, idle=not batches)
 
-    def step_in_turn(self) -> None:
+    def step_in_turn(self) -> bool:
         """Compute a step in this engine's turn on its cores, or nothing if it only has work that the other
-        engines go before."""
+        engines go before: whether it has the turn."""
         waited_s = self.turns.waited_s
         turn_s = self.turns.take(behind=self._is_behind)
         self._waited_s = self.turns.waited_s - waited_s
@@ -160,6 +160,7 @@ class EngineCore:
             if self._waited_s:
                 self.take_commands()  # this step can have them, too
             self.step()
+        return turn_s is not None
 
     @property
     def _is_behind(self) -> bool:
@@ -287,9 +288,11 @@ class EngineCore:
     # -- between steps ----------------------------------------------------------------------------
 
     def interlude(self) -> None:
-        """Serve all others in the middle of a guest's work: take in what has come, and compute a step."""
+        """Serve all others in the middle of a guest's work: take in what has come, and compute a step. The
+        guest goes on in this engine's turn."""
         self.take_commands()
-        self.step_in_turn()
+        while self.has_work and not self.step_in_turn():
+            self.take_commands()
 
     def _interrupt(self) -> None:
         self.runner.use_adapters(())  # another context has none

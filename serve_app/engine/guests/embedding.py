@@ -183,9 +183,9 @@ class EmbeddingQueue(Guest):
         self._others_ran = -math.inf
         """When sequences of other clients than of the first text's ran last."""
         self._not_before = 0.0
+        """When streams of those who have less due have had as much of the decoder as the last batch."""
         self._row_s = 1e-3
         """Seconds of a row in the last batch: encoders have no profile."""
-        """When streams of those who have less due have had as much of the decoder as the last batch."""
 
     def submit(
         self, requests: Sequence[Texts], run_between_steps: Callable[[Command], None]
