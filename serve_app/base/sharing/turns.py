@@ -30,11 +30,11 @@ from serve_app.base.sharing.locks import make_private
 logger = logging.getLogger("corral.engine")
 
 _VERSION, _MOST_ENGINES, _NOBODY = 1, 64, -1
-# A turn goes on over short steps for so long, and no step should take longer while others are active. Each
-# change costs the time in which threads wake. A request that comes waits for the end of a turn.
-_TURN_S = 0.05
-# An engine counts as active for so long after its last turn: its next request may come any time.
-_ACTIVE_S = 10.0
+# A turn goes on over short steps for so long: each change costs the time in which threads wake.
+TURN_S = 0.05
+# An engine competes for so long after its last turn. For the longer time its next request may come, and
+# waits for no more than one step.
+_COMPETES_S, _ACTIVE_S = 1.0, 10.0
 # Whoever waits looks this often whether the holder goes on, and passes over one that was stopped, or that
 # computes for so long at once.
 _LOOK_EVERY_S, _MOST_HELD_S = 0.05, 2.0
@@ -130,7 +130,7 @@ class Turns:
             entry, has_turn = table.entries[self._index], table.holder == self._index
             if self._holds and has_turn:
                 self._charge(self._index, began)
-                if began - self._began_at < _TURN_S:
+                if began - self._began_at < TURN_S:
                     return self._most_s(began)
             # It comes back, was passed over, or has more urgent work than it had before.
             if not (entry.waits or has_turn) or (entry.is_behind and not behind):
@@ -301,13 +301,16 @@ class Turns:
         return sum(entry.waits for entry in self._table.entries[: self._table.n_entries])
 
     def _most_s(self, now: float) -> float:
-        """The seconds of a turn: all that were active lately have one each before a stream has waited for
-        too long."""
-        active = [one.stall_s for _, one in self._others if now - one.worked_at < _ACTIVE_S]
+        """The seconds of a step: all that compete have one each before a stream has waited for too long."""
+        holder = self._table.holder
+        rested_s = [
+            (0.0 if i == holder else now - one.worked_at, one.stall_s) for i, one in self._others
+        ]
+        active = [stall_s for seconds, stall_s in rested_s if seconds < _ACTIVE_S]
         if not active:
             return math.inf
-        active.append(self._table.entries[self._index].stall_s)
-        return min(_TURN_S, min(active) / len(active))
+        n_others = sum(seconds < _COMPETES_S for seconds, _ in rested_s)
+        return min(self._table.entries[self._index].stall_s, *active) / (1 + n_others)
 
     def _bell_of(self, index: int) -> str:
         # However long the folder's name is: that of a socket has 107 characters.

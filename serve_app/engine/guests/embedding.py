@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, DecodeError
+from serve_app.base.sharing.turns import TURN_S
 from serve_app.base.types import Medium, account
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.core.command_queue import Command
@@ -332,8 +333,8 @@ class EmbeddingQueue(Guest):
         if may_be_long or not budget.is_bounded:
             return n_rows
         if not self._costs:
-            fitting = max(1, int(budget.left_s / self._row_s)) if budget.is_shared else n_rows
-            return min(n_rows, fitting)
+            within_s = min(budget.left_s, TURN_S)  # texts take as long in small batches
+            return min(n_rows, max(1, int(within_s / self._row_s))) if budget.is_shared else n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
         within_s = min(share * budget.max_stall_s, budget.left_s)
