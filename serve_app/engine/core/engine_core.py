@@ -125,8 +125,20 @@ class EngineCore:
             interrupt=self._interrupt,
             resting=command_queue.computing,
         )
+        self._compare_promises()
         self.guests = make_guests(self)
         self.published = Published(self._view)
+
+    def _compare_promises(self) -> None:
+        """Say so if the engines that share these cores cannot all keep to `max_stall_ms`."""
+        pass_s = self.costs.batch_s(self.options.n_slots, 0)
+        all_s = self.turns.expect(pass_s)
+        if all_s > max(pass_s, self.budget.max_stall_s):
+            logger.warning(
+                "Streams may wait %.0f ms, longer than max_stall_ms: a pass of each model on these "
+                "cores takes so long together, with all slots busy.",
+                1000 * all_s,
+            )
 
     # -- the step ---------------------------------------------------------------------------------
 

@@ -130,6 +130,12 @@ def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
     return alone if alone != pinning.cores and 0 < threads <= len(alone) else None
 
 
+def shared_cores() -> tuple[int, Path]:
+    """The physical cores of this machine, and the file of those that compute on all of them in turns."""
+    here = machine.read_machine()
+    return here.n_cores, _turns(_no_pinning(""), here)
+
+
 def _turns(pinning: CorePinning, here: machine.Machine) -> Path:
     """The file of those that compute on the same CPUs, also in other servers of this user."""
     cpus = here.topology.cpus if pinning.cores is None else pinning.cores
