@@ -55,7 +55,7 @@ async def test_two_engines_stream_together_and_texts_are_embedded_beside_them(
             assert timing.turn_s > 0
             assert timing.turn_wait_s > 0
             assert timing.turn_s + timing.turn_wait_s >= timing.decode_s
-    assert [file.name for file in path.parent.iterdir()] == ["0-1"]
+    assert len(list(path.parent.iterdir())) == 1
 
 
 async def test_a_model_is_loaded_while_another_one_streams(
