@@ -326,8 +326,9 @@ class WhisperConfig(Section):
     model: Annotated[str, Field(min_length=1)]
     """The model as faster-whisper has it: a folder, a repository such as `Systran/faster-whisper-small`,
     or a size such as `small`. It is downloaded into the cache of Hugging Face's library."""
-    threads: PositiveInt = 1
-    """Threads that compute, at a lower priority than the engines'."""
+    threads: PositiveInt | None = None
+    """Threads that compute, at a lower priority than the engines'. Default: one a core, in turns with the
+    models that share them."""
     keep_alive: KeepAlive = 300
     """The process ends when nobody has asked it for this long: seconds, or a text such as `5m`."""
 

@@ -99,6 +99,7 @@ class LoadedModel:
             memory_bytes=memory_bytes,
             threads=self._cpus.threads,
             computing_cpus=self._cpus.computing_cpus,
+            turns=self._cpus.turns,
             pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
             profile_folder=cache_folder() / "profiles",
             measures_again=place.measures_again and on_demand is None,

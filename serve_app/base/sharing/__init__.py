@@ -1,0 +1,1 @@
+"""What processes of one machine share: locks, and turns on its cores."""
