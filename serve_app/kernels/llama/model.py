@@ -51,8 +51,9 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
-# Architectures whose recurrent layers llama.cpp rolls back by a few tokens: at no price, or with all past
-# states written after each batch (0.8B shape, Q4_K_M, 16 rows: 3 states take 8% longer, 15 a third).
+# Architectures whose recurrent layers llama.cpp rolls back by a few tokens: at no price, or slowly.
+# The slow ones have all past states written after each batch (0.8B shape, Q4_K_M, 16 rows: 3 states take
+# 8% longer, 15 a third).
 # Source: llama.cpp, `llm_arch_supports_rs_rollback`.
 _ROLLED_BACK = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 _ROLLED_BACK_SLOWLY = frozenset(

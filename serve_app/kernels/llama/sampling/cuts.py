@@ -19,7 +19,7 @@ Logits = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
 # How often the logits are folded, and then the highest ones of what lay upon each other, to bound the n-th
-# highest: less often, if many are wanted.
+# highest. They are folded less often if many are wanted.
 _FOLDS = ((32, 8), (8, 8), (8, 1))
 # The bound is close enough as long as there are so many folded ones for each that is wanted.
 _SPARE = 4

@@ -119,7 +119,7 @@ def of_llama_server(models: Mapping[str, ModelInfo], *files: bytes) -> Generatio
     """The same."""
     prompt = "See " + "<__media__>" * len(files) + " What?"
     body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
-    return prepared(llama_server.completion, models, json.dumps(body).encode()).generation
+    return prepared(llama_server.llama_completion, models, json.dumps(body).encode()).generation
 
 
 def of_embeddings(models: Mapping[str, ModelInfo], **fields: Any) -> TextsToEmbed:
