@@ -185,7 +185,7 @@ def _describe_replica(replica: _Replica) -> Json:
         "backlog_s": round(queue["backlog_s"], 2),
         "generated_per_s": _rate(grown["generated_tokens"], seconds),
         "prompt_per_s": _rate(grown["prompt_tokens"] + grown["embedded_tokens"], seconds),
-        "turns": _turns(grown, seconds),
+        "turns": _parts_of_turns(grown, seconds),
         "hits": round(lately["cached_tokens"] / n_prompt, 3) if n_prompt else None,
         "stored_mib": engine["cache"]["stored_bytes"] >> 20,
         "curve": engine["costs"]["step_time"].get("decode_ms", {}),
@@ -231,7 +231,7 @@ def _rate(n: float, seconds: float) -> float:
     return round(n / seconds, 1) if seconds else 0.0
 
 
-def _turns(grown: Mapping[str, float], seconds: float) -> list[float]:
+def _parts_of_turns(grown: Mapping[str, float], seconds: float) -> list[float]:
     """The parts of the time in which the engine had the cores that it shares, and waited for them."""
     return [round(grown[name] / (seconds or 1), 2) for name in ("turn_s", "turn_wait_s")]
 

@@ -4,7 +4,7 @@ Two teams of threads on the same cores wait for each other at every barrier. So 
 while it computes a step. The next engine is the one that had least of the machine, by measured seconds.
 That is start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-The engines share a table in a file. flock(2) guards it for some microseconds at a time, and the kernel
+The engines share a table in a file. The lock flock(2) guards it for some microseconds at a time. The kernel
 drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A
 pidfd tells at once that the holder died. A holder that was stopped is passed over.
 """
@@ -64,11 +64,11 @@ class _Entry(ctypes.Structure):
     is_behind: int
     """Whether its work goes behind that of all others."""
     began: int
-    """When the process began, in the kernel's ticks: ids of processes are used again."""
+    """The begin of the process, in the kernel's ticks: ids of processes are used again."""
     held_s: float
     """The seconds of all of its turns."""
     had_s: float
-    """The same, as far as they can be compared: who comes back is level with those that are active."""
+    """The seconds that are compared with those of others: who comes back is level with the active ones."""
     stall_s: float
     """The longest time that its streams should wait."""
     pass_s: float
@@ -167,7 +167,7 @@ class Turns:
 
     @property
     def others_worked_at(self) -> float:
-        """When another engine had the turn last, on `time.monotonic`."""
+        """The time when another engine had the turn last, on `time.monotonic`."""
         if self._table.holder not in (self._index, _NOBODY):
             return time.monotonic()
         return max((one.worked_at for _, one in self._others), default=-math.inf)
@@ -180,7 +180,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within this, the turn is this engine's. It gives the turn back then, unless it had it before."""
+        """Hold the turn within this. It is given back then, unless this engine had it before."""
         had = self._holds
         self.take()
         try:
@@ -245,10 +245,10 @@ class Turns:
     def _enter(self, entry: _Entry, now: float) -> None:
         """Become active again, with nothing saved while this engine rested, or waited behind the others."""
         table, active = self._table, list[tuple[bool, float]]()
-        for i, one in self._others:
-            if one.waits or i == table.holder:
-                begun_s = now - one.worked_at if i == table.holder else 0.0
-                active.append((bool(one.is_behind), one.had_s + begun_s))
+        for i, other in self._others:
+            if other.waits or i == table.holder:
+                begun_s = now - other.worked_at if i == table.holder else 0.0
+                active.append((bool(other.is_behind), other.had_s + begun_s))
         entry.worked_at = now
         if active:
             entry.had_s = max(entry.had_s, min(active)[1])
@@ -421,8 +421,8 @@ def current() -> Turns | Alone:
 
 @contextmanager
 def join(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
-    """Within this, the thread computes in turns with the engines of that file: see `Turns`. If there is no
-    file, or it cannot be used, it has the cores for itself."""
+    """Have the thread compute in turns with the engines of that file: see `Turns`. If there is no file, or
+    it cannot be used, it has the cores for itself."""
     try:
         turns = Alone() if path is None else Turns(path, stall_s)
     except OSError as error:
@@ -437,7 +437,7 @@ def join(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process, from its state on; nothing if it is gone. See proc_pid_stat(5)."""
+    """The fields of /proc of a process, from its state on; none if it is gone. See proc_pid_stat(5)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,5 +1,4 @@
-"""Reads what users saw: parses streamed completions, says how requests ended, and adds figures up.
-Pure."""
+"""Reads what users saw: parses streamed completions, and adds up how requests ended. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The stages where requests' time goes: the trace of each, and histograms and records of the recent
-ones."""
+"""Where requests' time goes: the trace of each, and histograms and records of the recent ones."""
 
 from __future__ import annotations
 
