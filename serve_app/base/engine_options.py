@@ -81,12 +81,12 @@ class EngineOptions:
     profile_limit_s: float = 27.0
     """Most seconds at the start for profiling, which measures what batches cost; 0 measures nothing."""
     profile_folder: Path | None = None
-    """Where profiles are kept for the next start."""
+    """The folder where profiles are kept for the next start."""
     measures_again: bool = True
     """Whether a profile that other programs disturbed is measured again at the next start. If not, what is
     learned while serving betters it."""
     prefix_folder: Path | None = None
-    """Where the prefixes that lost their slot are kept for the next start."""
+    """The folder where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
 
     adapters: tuple[AdapterFile, ...] = ()

@@ -260,7 +260,7 @@ class RateLimitError(CorralError, status=429, type="rate_limit_error", code="rat
 
 
 class BodyEndedError(RateLimitError):
-    """Others needed the room of the request's body, which was being read."""
+    """The room of the request's body, which was being read, was needed by others."""
 
 
 class DeadlineError(RateLimitError, code="deadline_unmet"):

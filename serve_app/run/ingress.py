@@ -71,7 +71,7 @@ def settings_for(
 
 
 async def _tell_nobody() -> None:
-    """There are no other ingresses."""
+    """Tell nobody: there are no other ingresses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,8 @@ class EmbeddingsRequest(TextsRequest):
     embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
     """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     prompt_name: str | None = None
     """Sentence Transformers': the instruction before each text, of the model's `defaults.prompts`."""
     input_type: str | None = None
@@ -180,7 +181,8 @@ class CohereEmbedRequest(ModelledRequest):
     embedding_types: list[EmbeddingType] | None = None
     """The forms of the vectors; `float` by default."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The tokens of each text that are kept."""
     truncate: Literal["NONE", "START", "END"] = "END"

@@ -256,7 +256,7 @@ class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
     messages: list[OllamaMessage] = Field(default=[])
-    """None: the model is loaded, which it is anyway."""
+    """The conversation. An empty one loads the model, which is loaded anyway."""
     tools: list[Tool] = Field(default=[])
     """Functions that the model may call."""
 
@@ -300,7 +300,8 @@ class OllamaEmbedRequest(OllamaModelRequest):
     truncate: bool = True
     """Whether texts that are too long are cut."""
     dimensions: int | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     user: str | None = None
     """The user who sent the texts, which is not Ollama's. The engine is shared fairly among clients."""
 

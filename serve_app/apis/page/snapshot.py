@@ -23,6 +23,7 @@ _NOTED = {"preemptions": "preempted", "failovers": "resumed"}
 # Counters whose rates are shown, by their group in EngineStats.
 _COUNTERS = {
     "tokens": ("generated_tokens", "prompt_tokens", "cached_tokens"),
+    "embeddings": ("embedded_tokens",),
     "timing": ("batches", "busy_slots", "decode_s"),
 }
 # Parts of a stage's time, by their counters in StageCounts.
@@ -183,7 +184,7 @@ def _describe_replica(replica: _Replica) -> Json:
         "wait_s": round(slot_wait_s(queue["backlog_s"], n_live, engine["n_slots"]), 2),
         "backlog_s": round(queue["backlog_s"], 2),
         "generated_per_s": _rate(grown["generated_tokens"], seconds),
-        "prompt_per_s": _rate(grown["prompt_tokens"], seconds),
+        "prompt_per_s": _rate(grown["prompt_tokens"] + grown["embedded_tokens"], seconds),
         "hits": round(lately["cached_tokens"] / n_prompt, 3) if n_prompt else None,
         "stored_mib": engine["cache"]["stored_bytes"] >> 20,
         "curve": engine["costs"]["step_time"].get("decode_ms", {}),

@@ -30,7 +30,7 @@ from serve_app.apis.responses.store import (
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
 from serve_app.base.types import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.http import request_context
 from serve_app.server.http.errors import unexpected_error
 from serve_app.server.http.request_context import Caller
@@ -58,7 +58,7 @@ class BackgroundResponse:
         """The events that are in no chunk yet."""
         self._has_ended = False
         self._told_at = time.monotonic()
-        """When the last event was added."""
+        """The time when the last event was added."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
@@ -85,7 +85,7 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def news(self) -> LogAppend:
-        """What the store does not have."""
+        """The events that the store does not have."""
         self._untold += pack_events(self._new)
         self._new.clear()
         return LogAppend(self.id, self.n_told, self._untold, self._has_ended)
@@ -97,7 +97,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """All of them in one ingress. For its event loop."""
+    """The responses in the background of one ingress. For its event loop."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class BackgroundResponses:
     ) -> None:
         request_context.enter(response.caller)
         try:
-            async with aclosing(await generation.start(model, [request])) as deltas:
+            async with aclosing(await streaming.start(model, [request])) as deltas:
                 response.accepted.set_result(None)
                 async for _, delta in deltas:
                     response.add(Event(time.time(), delta))

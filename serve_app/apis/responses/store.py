@@ -73,7 +73,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The tools that the conversation makes known, as `asked` has others."""
 
     def pack(self) -> bytes:
-        return msgpack.pack(self)
+        return msgpack.encode(self)
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> StoredRequest:
@@ -87,7 +87,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     at: float
     delta: TokenDelta | None = None
     error: CorralError | None = None
-    """Neither a delta nor an error: it was cancelled."""
+    """An entry with neither a delta nor an error: it was cancelled."""
 
     @classmethod
     def wait(cls) -> Event:
@@ -108,7 +108,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 def pack_events(events: Sequence[Event]) -> list[bytes]:
     """Pack events as chunks of a log."""
     starts = range(0, len(events), _CHUNK)
-    return [msgpack.pack(events[start : start + _CHUNK]) for start in starts]
+    return [msgpack.encode(events[start : start + _CHUNK]) for start in starts]
 
 
 def unpack_events(chunk: bytes | memoryview) -> list[Event]:
@@ -154,7 +154,7 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Where responses are kept. All ingresses of an application have the same one."""
+    """The place where responses are kept. All ingresses of an application have the same one."""
 
     is_shared: bool
     """Whether it outlives an ingress."""
@@ -215,7 +215,7 @@ class _ResponseLog:
         return len(self.stored_request) + sum(map(len, self.chunks)) + n_ids
 
     def tell(self, first: int = 0) -> StoredResponse:
-        """What others read of it, its log from that chunk on."""
+        """The part that others read of it, its log from that chunk on."""
         return StoredResponse(self.stored_request, self.chunks[first:], self.has_ended)
 
 
@@ -233,7 +233,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """Each holder has its own, the oldest first."""
+        """The responses of each holder, the oldest first."""
         self._by_item: dict[str, list[str]] = {}
         """The responses with an item, the newest last, by its id. For each one's own items, the prefix of
         their ids stands."""

@@ -78,8 +78,8 @@ class CachePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start decides: the kernels before the weights are loaded, the cache then. The first three
-    fields are of this start, the others as they were measured."""
+    """The decisions of a start: the kernels before the weights are loaded, the cache then. The first
+    three fields are of this start, the others as they were measured."""
 
     kernels: Kernels = REPACKED
     why: str = "as configured"

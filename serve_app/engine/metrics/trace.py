@@ -1,4 +1,5 @@
-"""Where requests' time goes: the trace of each, and histograms and records of the recent ones."""
+"""The stages where requests' time goes: the trace of each, and histograms and records of the recent
+ones."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ METHODS = frozenset(
         *("load_adapter", "unload_adapter", "stats", "explain", "act_on_slot"),
     }
 )
-"""What a server may call beside `start` and `ping`."""
+"""The methods that a server may call beside `start` and `ping`."""
 _HEALTH_EVERY_S = 2.0
 _END_S = 5.0
 """The longest time that unloading may take when the server is gone."""
@@ -97,7 +97,7 @@ class EngineProcess:
                 logger.warning("The model is not wholly unloaded: %r.", error)
 
 
-async def run(connection: socket.socket) -> None:
+async def run_engine(connection: socket.socket) -> None:
     """Answer calls until the other end is gone."""
     process = EngineProcess()
     await asyncio.get_running_loop().create_unix_connection(
@@ -115,7 +115,7 @@ def main() -> None:
     descriptor, folder = int(sys.argv[1]), Path(sys.argv[2])
     metrics.keep_in(folder / "metrics")
     shared_entries.keep_in(folder / "entries")
-    uvloop.run(run(socket.socket(fileno=descriptor)))
+    uvloop.run(run_engine(socket.socket(fileno=descriptor)))
     os._exit(0)  # threads that still compute are not waited for
 
 

@@ -156,9 +156,9 @@ class LoadedModel:
     ) -> CorralError | None:
         """Run a request to its end, whose tokens are of that vocabulary. That the engine has taken it, and
         its deltas, go over the channel to that address, for the call of that number. Cancelling frees its
-        slot. If it is refused, or its channel breaks, that is returned: what is raised, Serve takes for an
-        error of the replica, and logs it with its traceback. An error that ends it goes over the channel,
-        too: from here, it might overtake what came before."""
+        slot. If it is refused, or its channel breaks, that is returned. What is raised, Serve takes for
+        an error of the replica, and logs it with its traceback. An error that ends it goes over the
+        channel, too: from here, it might overtake what came before."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             await self._adapters.have(request.adapters)

@@ -1,7 +1,7 @@
 """A model on demand: its place on the node, when it is loaded, and what its process answers.
 
 The model's processes stay when the model is unloaded. To start a process, and to import what an engine
-needs, takes seconds; to load a model into a process that has done so takes little more than to read it.
+needs, takes seconds. To load a model into a process that has done so takes little more than to read it.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Residency:
             os.close(ticket)
 
     def gives_way(self) -> bool:
-        """Whether somebody waits, no place is free, and this model is the one to go: the idle one that was
-        used longest ago, or else the one that has worked for longest."""
+        """Whether somebody waits, no place is free, and this model is the one to go. That is the idle
+        one that was used longest ago, or else the one that has worked for longest."""
         if self._own is None or not self._others_wait():
             return False
         others = [place for place in self._places if place != self._own]

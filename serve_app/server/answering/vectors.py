@@ -193,7 +193,7 @@ class ComputedVectors:
 
     @staticmethod
     def of(body: bytes) -> tuple[ComputedVectors, Vectors]:
-        """What `pieces` were made of."""
+        """The values that `pieces` were made of."""
         grant_memory(_ANSWER_FACTOR * len(body))
         end = body.index(b"\n")
         form, count, length = _HEADS.decode(body[:end])
