@@ -358,9 +358,9 @@ class IngressConfig(Section):
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
     the header `x-corral-ignored` of the answer names them."""
-    disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
-    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
-    answer 501. Default: none."""
+    disabled_routes: list[Annotated[str, Field(pattern=r"^(/|(/[A-Za-z0-9._-]+)+)$")]] = []
+    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. `/`
+    stands for itself only. They answer 501. Default: none."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
     """Host names that clients may use besides `localhost`: `corral.example`, `*.example` for all
     below it, `*` for all. If there is a list, or if only this machine is answered, requests to

@@ -233,11 +233,11 @@ async def test_tools_are_called_after_thinking(
         assert call["function"] == {"index": 0, "name": "weather", "arguments": arguments}
     assert (len(made), len(whole["tool_calls"]), whole["thinking"]) == (1, 1, "Hm.")
     assert (last["done"], last["done_reason"]) == (True, "stop")
-    said = {"role": "assistant", "content": "", **whole}
-    again = asked(tools=[WEATHER], messages=[user("Hi"), said, {"role": "tool", "content": "19"}])
-    assert (await client.post("/api/chat", json=again | {"stream": False})).status_code == 200
-    assert prompt_of(engine).startswith(
-        "[weather]user:Hi|assistant:(Hm.)weather{'city': 'Lisbon'}|tool:19"
+    turn = OllamaMessage.model_validate(whole).as_turn()
+    assert (turn.reasoning, turn.calls[0].name, turn.calls[0].call_id) == (
+        "Hm.",
+        "weather",
+        whole["tool_calls"][0]["id"],
     )
 
 
