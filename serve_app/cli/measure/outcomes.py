@@ -1,4 +1,4 @@
-"""Reads what users saw: parses streamed completions, and adds up how requests ended. Pure."""
+"""Reads what users saw: parses streams, says how requests ended, and adds figures up. Pure."""
 
 from __future__ import annotations
 

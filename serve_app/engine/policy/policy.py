@@ -1,4 +1,4 @@
-"""Decides who gets a slot, who may wait for one, and who gives one back. Pure: no threads, no clock.
+"""Says who gets a slot, who may wait for one, and who gives one back. Pure: no threads, no clock.
 
 **The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder. Of one
 client's requests, the first one is next. What nobody waits for comes last. While a client waits, another
