@@ -161,8 +161,8 @@ class EngineCore:
             guest.after_step(step_s, idle=not batches)
 
     def step_in_turn(self) -> bool:
-        """Compute a step in this engine's turn on its cores. Work that goes behind the other engines' may have
-        no turn yet: nothing is computed then."""
+        """Compute a step in this engine's turn on its cores. Returns whether it has the turn: work that goes
+        behind the other engines' may wait."""
         waited_s = self.turns.waited_s
         turn_s = self.turns.take(behind=self._is_behind)
         self._waited_s = self.turns.waited_s - waited_s
