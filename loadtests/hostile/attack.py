@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from loadtests.hostile.scene import Scene
 
-KEYLESS, KEYED, ALONE = "keyless", "keyed", "alone"
+KEYLESS, KEYED, ALONE, SHARED = "keyless", "keyed", "alone", "shared"
 """The servers: as `corral serve --cluster` has it, with models whose vocabularies need regular expressions;
-one with API keys; and as `corral serve` has it, with API keys and 1,024 files."""
+one with API keys; as `corral serve` has it, with API keys and 1,024 files; and the same with two models
+that have the cores in turns."""
 
 MIB = 2**20
 MOST_BODY_BYTES = 8 * MIB

@@ -15,10 +15,11 @@ import httpx
 from gguf import GGUFReader
 
 from loadtests.common.servers import ROOT, local_command, one_machine_command, running
-from loadtests.hostile.attack import ALONE, KEYLESS
+from loadtests.hostile.attack import ALONE, KEYLESS, SHARED
 from loadtests.load.target import Target
 
-DEMO = "corral-demo"
+DEMO, TEXTS = "corral-demo", "corral-texts"
+"""The model that honest users talk to, and another one that has the cores in turns with it."""
 N_FILES = 1024
 """The files that the server without Ray may have open."""
 N_SLOTS, MAX_WAITING, N_CTX_SLOT = 8, 96, 4096
@@ -54,6 +55,8 @@ def started(kind: str) -> Iterator[Setup]:
     """One of the servers. Raises RuntimeError with its log if it does not start."""
     keys = {} if kind == KEYLESS else KEYS
     models = [_demo(), *map(_with_pre_tokenizer, PRE_TOKENIZERS if kind == KEYLESS else ())]
+    if kind == SHARED:
+        models = [in_turns(DEMO), in_turns(TEXTS)]
 
     def command(directory: Path, port: int) -> Sequence[str | Path]:
         checks = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
@@ -72,7 +75,7 @@ def started(kind: str) -> Iterator[Setup]:
         http = {"host": "127.0.0.1", "port": port}
         config = directory / "serve_config.yaml"
         config.write_text(json.dumps({"http_options": http, "applications": [app]}))
-        if kind == ALONE:
+        if kind in (ALONE, SHARED):
             return ["sh", "-c", f'ulimit -n {N_FILES}; exec "$@"', "sh", *local_command(config)]
         return one_machine_command(config)
 
@@ -114,6 +117,12 @@ def _demo() -> dict[str, Any]:
         "threads": 1,
     }
     return _model(DEMO, {"builtin": True}, engine, num_cpus=1)
+
+
+def in_turns(name: str) -> dict[str, Any]:
+    """The small model, as large as the machine: nothing says how many threads it has."""
+    engine = {"n_slots": N_SLOTS, "n_ctx_slot": N_CTX_SLOT, "max_waiting": MAX_WAITING}
+    return {"id": name, "source": {"builtin": True}, "engine": engine | {"cache_ram_mib": 16}}
 
 
 def _with_pre_tokenizer(name: str) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class EngineOptions:
     """Threads for batches of more rows; None: the same."""
     computing_cpus: tuple[int, ...] | None = None
     """CPUs that the threads which compute keep to; None: all that the process may use."""
+    turns: Path | None = None
+    """The file of those that share these CPUs, one engine computing at a time; None: they are its own."""
     numa: NumaStrategy | None = None
     n_batch: int = 512
     max_waiting: int = 16

@@ -220,7 +220,7 @@ class ItemNotFoundError(RequestError, status=404):
     param = "input"
 
     def __init__(self, item_id: str, is_kept: bool) -> None:
-        """The request's own items are not kept without `is_kept`. The words are OpenAI's."""
+        """`is_kept`: whether the request's own items are. The message is OpenAI's."""
         Exception.__init__(self, item_id, is_kept)
         self.message = f"Item with id '{item_id}' not found."
         if not is_kept:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.base.locks import FolderLocks
+from serve_app.base.sharing.locks import FolderLocks
 
 PART = ".part"
 """How the name of what is not whole ends."""

@@ -94,9 +94,9 @@ def statistics(view: Json) -> Table:
 
 
 def screen(view: Json) -> RenderableType:
-    slots = plain_table("model", "replica", "slots")
+    slots = plain_table("model", "replica", "has cores", "slots")
     for key, one in _replicas(view):
-        slots.add_row(one["model"], key, _slots(one["slots"].values()))
+        slots.add_row(one["model"], key, f"{one['turns'][0]:.0%}", _slots(one["slots"].values()))
     events = sorted(view.get("events", {}).values(), key=lambda event: event["n"])
     lines = [Text(_event(event), style="dim") for event in events[-_SHOWN_EVENTS:]]
     legend = Text("D decodes  P computes its prompt  K keeps a system prompt  . idle", style="dim")

@@ -57,6 +57,8 @@ class ResolvedModel:
     """The reason for that number, and each one's part of the machine, for people."""
     num_cpus: float
     """The CPUs that Ray reserves for each replica, unless the deployment says otherwise."""
+    place_cpus: int = 0
+    """The CPUs that a replica has in turns with other models, whatever is reserved; 0: its own."""
     weight_bytes: int = 0
     """Bytes of the model's files, if they were found where the configuration was read."""
     on_demand: OnDemandSettings | None = None

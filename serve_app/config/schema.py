@@ -326,8 +326,9 @@ class WhisperConfig(Section):
     model: Annotated[str, Field(min_length=1)]
     """The model as faster-whisper has it: a folder, a repository such as `Systran/faster-whisper-small`,
     or a size such as `small`. It is downloaded into the cache of Hugging Face's library."""
-    threads: PositiveInt = 1
-    """Threads that compute, at a lower priority than the engines'."""
+    threads: PositiveInt | None = None
+    """Threads that compute, at a lower priority than the engines'. Default: one a core, in turns with the
+    models that share them."""
     keep_alive: KeepAlive = 300
     """The process ends when nobody has asked it for this long: seconds, or a text such as `5m`."""
 
@@ -357,9 +358,9 @@ class IngressConfig(Section):
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
     the header `x-corral-ignored` of the answer names them."""
-    disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
-    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
-    answer 501. Default: none."""
+    disabled_routes: list[Annotated[str, Field(pattern=r"^(/|(/[A-Za-z0-9._-]+)+)$")]] = []
+    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. `/`
+    stands for itself only. They answer 501. Default: none."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
     """Host names that clients may use besides `localhost`: `corral.example`, `*.example` for all
     below it, `*` for all. If there is a list, or if only this machine is answered, requests to

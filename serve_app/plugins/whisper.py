@@ -4,6 +4,9 @@
 
 FD is a socket to the ingress. The process says that it has the model, and then answers orders, one after
 the other, until the ingress is gone.
+
+The library hears half a minute at once, which takes seconds. So the ingress stops the process (SIGSTOP)
+while others that share its cores have their turns.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ import asyncio
 import importlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,10 +34,12 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     InvalidRequestError,
 )
+from serve_app.base.sharing import turns
 from serve_app.base.types import Sound
 from serve_app.channel import processes
 from serve_app.config.schema import WhisperConfig
 from serve_app.config.serve_options import RayServeOptions
+from serve_app.run.placement.pinning import shared_cores
 from serve_app.server.workers import wire
 from serve_app.server.workers.fair_semaphore import FairSemaphore
 from serve_app.server.workers.pool import NICENESS
@@ -51,6 +59,10 @@ class WhisperProcess:
 
     def __init__(self, settings: WhisperConfig) -> None:
         self.id, self._settings = settings.id, settings
+        self._path: Path | None = None
+        self._threads = settings.threads or 0
+        if settings.threads is None:
+            self._threads, self._path = shared_cores()
         self._turns = FairSemaphore(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
@@ -99,14 +111,24 @@ class WhisperProcess:
 
         assert self._process is not None
         answer, timeout_s = asyncio.create_task(ask()), RayServeOptions().health_check_timeout_s
-        if not await processes.answers(answer, self._process.pid, timeout_s):
-            answer.cancel()
-            raise EOFError
-        return await answer
+        if self._path is not None:  # it looks idle while others have their turns
+            timeout_s *= processes.BUSY_TIMES
+        done = threading.Event()
+        computing = asyncio.create_task(
+            asyncio.to_thread(_compute_in_turns, self._process, self._path, done)
+        )
+        try:
+            if not await processes.answers(answer, self._process.pid, timeout_s):
+                answer.cancel()
+                raise EOFError
+            return await answer
+        finally:
+            done.set()
+            await computing
 
     async def _start(self) -> None:
         """Raises CorralError, EOFError."""
-        self._process, own = _start_process(self._settings)
+        self._process, own = _start_process(self._settings.model, self._threads)
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         outcome = await wire.receive_outcome(self._reader, None)
         if isinstance(outcome, CorralError):
@@ -124,14 +146,31 @@ class WhisperProcess:
             self._ending.cancel()
 
 
-def _start_process(settings: WhisperConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process for the model, and the socket to it."""
+def _start_process(name: str, n_threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process for the model of that name, and the socket to it."""
     own, theirs = socket.socketpair()
     with theirs:
-        fd, threads = theirs.fileno(), str(settings.threads)
-        command = [sys.executable, "-P", "-m", __name__, str(fd), settings.model, threads]
+        fd, threads = theirs.fileno(), str(n_threads)
+        command = [sys.executable, "-P", "-m", __name__, str(fd), name, threads]
         environment = os.environ | {"OMP_NUM_THREADS": threads}
         return subprocess.Popen(command, pass_fds=[fd], env=environment), own
+
+
+def _compute_in_turns(
+    process: subprocess.Popen[bytes], path: Path | None, done: threading.Event
+) -> None:
+    """Let a process compute until it is done, in turns with the engines of that file if there is one."""
+    if path is None:
+        return
+    with turns.join(path):
+        try:
+            while not done.is_set():
+                process.send_signal(signal.SIGSTOP)
+                turns.current().take()
+                process.send_signal(signal.SIGCONT)
+                done.wait(turns.TURN_S)
+        finally:
+            process.send_signal(signal.SIGCONT)
 
 
 def _open_whisper(name: str, threads: int) -> Any:
@@ -184,6 +223,7 @@ def _segment(segment: Any) -> HeardSegment:
 
 def main(fd: int, name: str, threads: int) -> None:
     """Hear what comes until the ingress is gone."""
+    processes.end_with_parent()
     os.nice(NICENESS)
     with socket.socket(fileno=fd) as connection, suppress(EOFError, ConnectionError):
         try:

@@ -67,7 +67,8 @@ def resolve(
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
     n_places = len(models) - n_on_demand + n_at_once
-    shares = plan.shares(here, n_places)
+    divided = any(map(names_its_share, models))
+    shares = plan.shares(here, n_places, divided=divided)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
     candidates: dict[int, _Candidate] = {}
     needs: list[sizing.Need] = []
@@ -273,7 +274,7 @@ def _resolve(
     options = sizing.resolve(
         model.engine,
         needs,
-        cores=_cores(model.engine, share, here, reserved),
+        cores=_cores(model.engine, share, here, share.place_cpus or reserved),
         memory_bytes=memory_bytes,
         n_replicas=n_together,
     )
@@ -291,6 +292,7 @@ def _resolve(
         stages=stages,
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
+        place_cpus=share.place_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
         adapters=candidate.adapters,
         projector=candidate.projector,

@@ -1,7 +1,7 @@
 """The folder that downloaded models lie in: who uses which, and which go when there is no room.
 
-Each model has a folder, and a lock; see `serve_app.base.locks`. While it is downloaded, its files are in
-another folder, whose name ends in `.part`.
+Each model has a folder, and a lock; see `serve_app.base.sharing.locks`. While it is downloaded, its files
+are in another folder, whose name ends in `.part`.
 """
 
 from __future__ import annotations

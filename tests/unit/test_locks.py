@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve_app.base import locks
-from serve_app.base.locks import FolderLocks
+from serve_app.base.sharing import locks
+from serve_app.base.sharing.locks import FolderLocks
 
 
 def test_nobody_changes_what_is_shared_until_all_is_left(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import sub
 from typing import Any
 
-from loadtests.hostile.attack import Attack, Bars
+from loadtests.hostile.attack import SHARED, Attack, Bars
 from loadtests.hostile.scene import Scene, Shot
 from loadtests.hostile.setups import (
+    DEMO,
     LIMITED,
     LIMITED_REQUESTS,
     MANY,
@@ -19,6 +21,7 @@ from loadtests.hostile.setups import (
     METERED,
     METERED_TOKENS,
     N_SLOTS,
+    TEXTS,
 )
 
 COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
@@ -79,6 +82,27 @@ def _texts(scene: Scene) -> None:
             if answer.status == 429:
                 scene.found("another key's only text is refused, as 2,048 of one key's wait")
             scene.sleep(0.3)
+
+
+LEAST_SHARE = 0.35
+"""Of the time for which a model wants the cores, when one other does, too."""
+
+
+def _texts_beside(scene: Scene, at_once: int = 4) -> None:
+    """Texts for another model, which has the cores in turns with the one that honest users talk to."""
+    texts = {"model": TEXTS, "input": [f"Text {i} of many" for i in range(MOST_TEXTS // 8)]}
+    before = _turns(scene)
+    _keep(scene, Shot(EMBEDDINGS, json.dumps(texts).encode(), "mallory"), at_once)
+    had_s, waited_s = map(sub, _turns(scene), before)
+    if had_s < LEAST_SHARE * (had_s + waited_s):
+        scene.found(f"chats had the cores for {had_s:.1f} s, and waited {waited_s:.1f} s for them")
+
+
+def _turns(scene: Scene) -> tuple[float, float]:
+    """Seconds for which the model of honest users had the cores, and waited for them."""
+    models = scene.get("/v1/stats", "alice").json()["models"]
+    (timing,) = (one["replicas"][0]["engine"]["timing"] for one in models if one["id"] == DEMO)
+    return timing["turn_s"], timing["turn_wait_s"]
 
 
 def _first(scene: Scene) -> None:
@@ -211,6 +235,17 @@ ATTACKS = (
         act=_texts,
         bars=SHARE,
         beside=ordinary,
+    ),
+    Attack(
+        name="texts for another model",
+        family="starve",
+        what="Always four times 256 texts, by one key, for another model on the same cores.",
+        expects="The models take turns: chats have the cores for half of the time, and wait no longer than "
+        "beside one client of the other model.",
+        act=_texts_beside,
+        server=SHARED,
+        beside=partial(_texts_beside, at_once=1),
+        is_short=True,
     ),
     Attack(
         name="priority",

@@ -383,7 +383,8 @@ def cohere_embed(models: Models, request: CohereEmbedRequest) -> TextsToEmbed:
     instruction = _prompt(model, None, request.input_type)
     made = to_embed(model, prompts, "texts", instruction, cut=request.cut)
     types = tuple(dict.fromkeys(request.embedding_types or ["float"]))
-    return replace(made, dimensions=request.output_dimension, types=types)
+    sent = tuple(request.texts or ())
+    return replace(made, dimensions=request.output_dimension, types=types, sent=sent)
 
 
 def _prompt(model: ModelInfo, name: str | None, hint: str | None = None) -> str:
@@ -529,6 +530,7 @@ def cohere_answer(models: Models, body: bytes) -> bytes:
         {
             "id": str(uuid.uuid4()),
             "embeddings": embeddings,
+            "texts": result.sent,
             "response_type": "embeddings_by_type",
             "meta": cohere_meta(input_tokens=result.n_tokens),
         }

@@ -36,12 +36,16 @@ def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ..
 class OllamaCalledFunction(RequestModel):
     """The function that an earlier turn called."""
 
+    INERT: ClassVar[frozenset[str]] = frozenset({"index"})  # the calls stand in its order
+
     name: str = ""
     arguments: Any = None
 
 
 class OllamaCall(RequestModel):
     """A call that the assistant made in an earlier turn."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"type": (None, "function")}
 
     id: str | None = None
     function: OllamaCalledFunction = Field(default=OllamaCalledFunction())

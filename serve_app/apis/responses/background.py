@@ -24,6 +24,7 @@ from serve_app.apis.responses.store import (
     StoredResponse,
     item_prefix,
     pack_events,
+    prefix_in,
     unpack_events,
 )
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
@@ -232,9 +233,9 @@ class BackgroundResponses:
     async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
         """Responses of this key's with these items, from the last item on up to one that is not kept.
         Raises KeyLimitError."""
-        for name in list(self._putting):
-            if any(item_prefix(name) in item_id for item_id in item_ids):
-                await self._wait_until_put(name)
+        prefixes = set(map(prefix_in, item_ids)) if self._putting else ()
+        for name in [name for name in self._putting if item_prefix(name) in prefixes]:
+            await self._wait_until_put(name)
         return await self._store.find_items(item_ids, key) or []
 
     async def _wait_until_put(self, response_id: str) -> None:

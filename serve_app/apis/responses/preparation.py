@@ -271,6 +271,8 @@ def _read_request(
     if missing is not None:
         raise ItemNotFoundError(missing, is_kept=request.store)
     items = ConversationItems.of(before, request.input, {name: known[name] for name in ids})
+    if not items.read:
+        raise InvalidRequestError("'input' is empty. Send at least one item.", "input")
     model = find(models, request.model)
     return request, items, request.as_chat(items.read), model
 

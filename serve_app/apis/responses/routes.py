@@ -235,16 +235,15 @@ def _check_model(stored: StoredResponse) -> StoredRequest:
 async def _find_kept(responses: BackgroundResponses, after: After) -> list[StoredResponse]:
     """The response that a request goes on from, if there is one, and those with the items that it refers
     to. Raises PreviousResponseError, KeyLimitError, and PermissionDeniedError as above."""
-    before = []
+    stored = await responses.find_items(after.item_ids, key()) if after.item_ids else []
     if after.response_id is not None:
         try:
-            before.append((await _find_stored(responses, after.response_id))[0])
+            stored.insert(0, await responses.find(after.response_id, key()))
         except ResponseNotFoundError:
             raise PreviousResponseError(after.response_id) from None
-    with_items = await responses.find_items(after.item_ids, key()) if after.item_ids else []
-    for stored in with_items:
-        _check_model(stored)
-    return [*before, *with_items]
+    for one in stored:
+        _check_model(one)
+    return stored
 
 
 async def _follow_response(

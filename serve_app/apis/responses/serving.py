@@ -209,8 +209,8 @@ class ResponseAnswer(EventAnswer):
             events.append(self._event(f"{form.text}.done", **done))
             events.append(self._event(f"{form.part}.done", **place, part=self._part(kind, text)))
         elif self._form.kind == "function":
-            name = "function_call_arguments.done"
-            events.append(self._event(name, **place, arguments=text))
+            done = {"name": item["name"], "arguments": text}
+            events.append(self._event("function_call_arguments.done", **place, **done))
         elif self._form.kind == "custom":
             name, said = "custom_tool_call_input", item["input"]
             events.append(self._obfuscate(self._event(f"{name}.delta", **place, delta=said)))

@@ -44,6 +44,11 @@ def item_prefix(response_id: str) -> str:
     return hashlib.blake2b(response_id.encode(), digest_size=_PREFIX_CHARS // 2).hexdigest()
 
 
+def prefix_in(item_id: str) -> str:
+    """The prefix in the id of an item, if that is a response's own."""
+    return item_id.partition("_")[2][:_PREFIX_CHARS]
+
+
 class StoredRequest(msgspec.Struct, frozen=True):
     """The input that a response is made from."""
 
@@ -316,19 +321,18 @@ class Store:
             names = self._names_by_item(item_id)
             if any(name in logs for name in names):
                 continue
-            entries = ((name, self._find_log(name, key)) for name in names)
-            name, entry = next((pair for pair in entries if pair[1] is not None), ("", None))
-            if entry is None:
+            newest = next((name for name in names if self._find_log(name, key)), None)
+            if newest is None:
                 break
-            logs[name] = entry
-        if sum(entry.n_bytes for entry in logs.values()) > MAX_BYTES_EACH:
+            logs[newest] = self._kept[newest]
+        if sum(log.n_bytes for log in logs.values()) > MAX_BYTES_EACH:
             raise KeyLimitError("The responses with these items are too large together.")
-        return [entry.tell() for entry in logs.values()]
+        return [log.tell() for log in logs.values()]
 
     def _names_by_item(self, item_id: str) -> list[str]:
         """The responses with this item, the newest first."""
-        prefix = item_id.partition("_")[2][:_PREFIX_CHARS]
-        return [*self._by_item.get(prefix, ()), *self._by_item.get(item_id, ())][::-1]
+        own = self._by_item.get(prefix_in(item_id), ())
+        return [*own, *self._by_item.get(item_id, ())][::-1]
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         if self._find_log(response_id, key) is None:

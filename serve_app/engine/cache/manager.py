@@ -15,6 +15,7 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     InvalidRequestError,
 )
+from serve_app.base.sharing import turns
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.chunk_reuse import ChunkReuse
 from serve_app.engine.cache.contents import Checkpoints, SlotContents, StoredPrefix
@@ -105,7 +106,8 @@ class KVCacheManager:
             if slot.pinned and slot_id in (None, slot.id):
                 rows = [(token, i, slot.id, False) for i, token in enumerate(slot.idle_tokens)]
                 for start in range(0, len(rows), n_batch):
-                    self.backend.decode(rows[start : start + n_batch])
+                    with turns.current().turn():
+                        self.backend.decode(rows[start : start + n_batch])
 
     @property
     def is_settled(self) -> bool:

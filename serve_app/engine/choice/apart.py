@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,10 +15,10 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from serve_app.base.errors import ConfigError, EngineFailedError
+from serve_app.channel.processes import end_with_parent
 
 # Seconds that a call may take: to convert a large model takes the most of it.
 _LIMIT_S = 3600.0
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _Result = TypeVar("_Result")
 
 
@@ -59,7 +57,7 @@ def main() -> None:
     """Call in this process the function that the first two arguments name. The input has its arguments. The
     file that the third argument names gets the result, or the message of a ConfigError."""
     logging.basicConfig(level=logging.WARNING)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a server that ends needs no result
+    end_with_parent()  # a server that ends needs no result
     module, name, path = sys.argv[1:]
     function = getattr(importlib.import_module(module), name)
     arguments = msgspec.msgpack.decode(

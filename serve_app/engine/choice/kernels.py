@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.base.engine_options import EngineOptions
+from serve_app.base.sharing import turns
 from serve_app.engine.choice.plan import OPENVINO, Kernels, Mode, Plan
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
@@ -22,6 +23,13 @@ def kernels_profiles(
 ) -> list[Profile]:
     """The times of a few batches with each of these, in turns, in about `limit_s`. What it opens is left to
     the end of the process. Raises ConfigError."""
+    with turns.join(options.turns):
+        return _profiles(path, options, kernels, limit_s)
+
+
+def _profiles(
+    path: Path, options: EngineOptions, kernels: list[Kernels], limit_s: float
+) -> list[Profile]:
     from serve_app.engine.backends.opening import open_planned  # which chooses by this module
 
     n_ctx_slot, n_before = _ROOM_BESIDE_OPENVINO if OPENVINO in kernels else _ROOM

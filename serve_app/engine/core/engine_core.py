@@ -18,6 +18,7 @@ from serve_app.base.errors import (
     EngineClosedError,
     EngineFailedError,
 )
+from serve_app.base.sharing import turns
 from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import open_cache
@@ -71,6 +72,7 @@ class EngineCore:
     ) -> None:
         self.backend = backend
         self.options = options
+        self.turns = turns.current()
         self.command_queue = command_queue
         self.progress = progress
         self.costs = costs = CostModel(backend.setup.profile)
@@ -107,6 +109,8 @@ class EngineCore:
         )
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._failed_steps = 0
+        self._waited_s = 0.0
+        """Seconds for which the step waited for its turn."""
         self.delivered: Callable[[], None] = lambda: None
         self.steps = Steps(
             running=self.scheduler.running,
@@ -121,8 +125,20 @@ class EngineCore:
             interrupt=self._interrupt,
             resting=command_queue.computing,
         )
+        self._compare_promises()
         self.guests = make_guests(self)
         self.published = Published(self._view)
+
+    def _compare_promises(self) -> None:
+        """Say so if the engines that share these cores cannot all keep to `max_stall_ms`."""
+        pass_s = self.costs.batch_s(self.options.n_slots, 0)
+        all_s = self.turns.expect(pass_s)
+        if all_s > max(pass_s, self.budget.max_stall_s):
+            logger.warning(
+                "Streams may wait %.0f ms, longer than max_stall_ms: a pass of each model on these "
+                "cores takes so long together, with all slots busy.",
+                1000 * all_s,
+            )
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -144,10 +160,31 @@ class EngineCore:
         for guest in self.guests:
             guest.after_step(step_s, idle=not batches)
 
+    def step_in_turn(self) -> bool:
+        """Compute a step in this engine's turn on its cores. Returns whether it has the turn, for which
+        work behind that of others may wait."""
+        waited_s = self.turns.waited_s
+        turn_s = self.turns.take(behind=self._is_behind)
+        self._waited_s = self.turns.waited_s - waited_s
+        self.counts.turn_s, self.counts.turn_wait_s = self.turns.held_s, self.turns.waited_s
+        if turn_s is not None:
+            self.budget.begin_turn(turn_s)
+            if self._waited_s:
+                self.take_commands()  # this step can have them, too
+            self.step()
+        return turn_s is not None
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether all work is in the background."""
+        return all(sequence.is_behind for sequence in self.live) and not any(
+            guest.has_urgent_work for guest in self.guests
+        )
+
     def _begin(self) -> tuple[float, _Done]:
         if not self.scheduler.running:  # nobody has waited since the last step
             self.budget.begin()
-        return time.monotonic(), self._done
+        return time.monotonic() - self._waited_s, self._done
 
     def admit(self) -> None:
         """Move waiting sequences into idle slots."""
@@ -263,9 +300,11 @@ class EngineCore:
     # -- between steps ----------------------------------------------------------------------------
 
     def interlude(self) -> None:
-        """Serve all others in the middle of a guest's work: take in what has come, and compute a step."""
+        """Serve all others in the middle of a guest's work: take in what has come, and compute a step. The
+        guest goes on in this engine's turn."""
         self.take_commands()
-        self.step()
+        while self.has_work and not self.step_in_turn():
+            self.take_commands()
 
     def _interrupt(self) -> None:
         self.runner.use_adapters(())  # another context has none
@@ -301,10 +340,11 @@ class EngineCore:
 
     def rest(self) -> None:
         """Do one piece of the work that waits until there are no requests."""
-        self.runner.use_adapters(())
-        for guest in self.guests:
-            if guest.rest_at <= time.monotonic():
-                guest.at_rest()
+        with self.turns.turn():
+            self.runner.use_adapters(())
+            for guest in self.guests:
+                if guest.rest_at <= time.monotonic():
+                    guest.at_rest()
         self.published.refresh()
 
     @property

@@ -63,6 +63,11 @@ class Guest:
         return False
 
     @property
+    def has_urgent_work(self) -> bool:
+        """Whether some of that work is not in the background."""
+        return self.has_work
+
+    @property
     def rest_at(self) -> float:
         """The time, on `time.monotonic`, from which on `at_rest` has something to do while there are no
         requests; infinite if there is nothing."""

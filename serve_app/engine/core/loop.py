@@ -13,6 +13,7 @@ from typing import Any
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError, EngineFailedError
+from serve_app.base.sharing import turns
 from serve_app.base.types import Accepted, RequestRecord
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import KVCacheManager
@@ -50,6 +51,7 @@ class DecoderLoop:
         self.failure: EngineFailedError | None = None
         """The reason why the loop is dead, if it is."""
         self.progress = Progress()
+        self._turns, self._stall_s = options.turns, options.max_stall_ms / 1000
         opened: Future[EngineCore] = Future()
 
         def open_core() -> EngineCore:
@@ -117,6 +119,12 @@ class DecoderLoop:
     # -- decoder thread ---------------------------------------------------------------------------
 
     def _run(self, open_core: Callable[[], EngineCore], opened: Future[EngineCore]) -> None:
+        with turns.join(self._turns, self._stall_s):
+            self._open_and_run(open_core, opened)
+
+    def _open_and_run(
+        self, open_core: Callable[[], EngineCore], opened: Future[EngineCore]
+    ) -> None:
         try:
             core = open_core()
         except BaseException as error:
@@ -126,8 +134,8 @@ class DecoderLoop:
         try:
             while core.take_commands(_wait_s(core)):
                 if core.has_work:
-                    core.step()
-                elif time.monotonic() >= max(core.rest_at, core.steps.worked_at + _REST_S):
+                    core.step_in_turn()
+                elif time.monotonic() >= _rest_at(core):
                     core.rest()
         except Exception as error:
             logger.exception("The engine failed; every request it had is ended.")
@@ -138,8 +146,17 @@ class DecoderLoop:
 
 
 def _wait_s(core: EngineCore) -> float | None:
-    """Seconds to sleep if nothing arrives; None for ever."""
+    """Seconds to sleep if nothing arrives; None for ever. Others compute meanwhile."""
     if core.has_work:
         return 0.0
-    rest_at = max(core.rest_at, core.steps.worked_at + _REST_S)
+    core.turns.give()
+    rest_at = _rest_at(core)
     return None if math.isinf(rest_at) else max(0.0, rest_at - time.monotonic())
+
+
+def _rest_at(core: EngineCore) -> float:
+    """The time from which on the engine does what waits for a rest, of all that share its cores."""
+    if math.isinf(core.rest_at):
+        return core.rest_at
+    worked_at = max(core.steps.worked_at, core.turns.others_worked_at)
+    return max(core.rest_at, worked_at + _REST_S)

@@ -27,14 +27,24 @@ class StepBudget:
         self.max_stall_s = max_stall_ms / 1000
         self._clock = clock
         self._margin = _FIRST_MARGIN
-        self._began = clock()
-        self._expected_s = 0.0
+        self._began = self._turn_began = clock()
+        self._expected_s, self._turn_s = 0.0, math.inf
         self.reserved_s = 0.0
         """Seconds of the next step that are for a copy which did not fit into this one."""
 
     def begin(self) -> None:
         """Restart the clock: all streams have another token, or there are none."""
         self._began, self._expected_s = self._clock(), 0.0
+
+    def begin_turn(self, seconds: float) -> None:
+        """Begin a step in this engine's turn on cores that others share. Work may take so many seconds, or
+        as long as it likes if they are infinite."""
+        self._turn_began, self._turn_s = self._clock(), seconds
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other engines were active lately on the same cores."""
+        return math.isfinite(self._turn_s)
 
     @property
     def elapsed_s(self) -> float:
@@ -44,12 +54,17 @@ class StepBudget:
     @property
     def is_bounded(self) -> bool:
         """Whether there is a bound."""
-        return math.isfinite(self.max_stall_s)
+        return math.isfinite(self.max_stall_s) or self.is_shared
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left of the bound; infinite without one."""
-        return self.max_stall_s - self.elapsed_s - self._expected_s
+        """Seconds that are left of the bound, and of the turn; infinite without one."""
+        return min(self.max_stall_s - self.elapsed_s - self._expected_s, self.turn_left_s)
+
+    @property
+    def turn_left_s(self) -> float:
+        """Seconds that are left of this engine's turn; infinite if no other engine shares its cores."""
+        return self._turn_s - (self._clock() - self._turn_began)
 
     def expect(self, seconds: float) -> None:
         """Keep so many seconds of this step for work that is still to come."""
@@ -67,10 +82,12 @@ class StepBudget:
         """Seconds that decoding and prompts may take together in this step, of `n_turns` that share what a
         stream may wait for prompts. Where decoding alone takes more than half of the bound, prompts get as
         long as it takes, but never more than the bound."""
-        return self.planned_s(decode_s, n_turns) - self.elapsed_s - self._expected_s
+        planned_s = self.planned_s(decode_s, n_turns) - self.elapsed_s - self._expected_s
+        return min(planned_s, max(self.turn_left_s, 2 * decode_s))
 
     def planned_s(self, decode_s: float, n_turns: int = 1) -> float:
-        """The seconds of `prompts_s` in a step that has just begun; infinite without a bound."""
+        """The seconds of `prompts_s` in a step that has just begun, with the machine to itself; infinite
+        without a bound."""
         bound_s = self._margin * self.max_stall_s / n_turns
         return max(bound_s, decode_s + min(decode_s, bound_s))
 

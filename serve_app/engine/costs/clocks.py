@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
+from serve_app.base.sharing import turns
+
 # A batch whose threads had this part of their time was not disturbed: the kernel counts CPU time in ticks.
 UNDISTURBED = 0.9
 # No batch has a smaller share: something must have computed it.
@@ -13,7 +15,8 @@ _LEAST = 0.1
 
 
 class Clocks:
-    """The time that passes, and the CPU time of this process.
+    """The time that passes, and the CPU time of this process. A batch is timed in the engine's turn, if
+    others share its cores, and waits for turns do not count.
 
     Threads that wait for each other spin, so they use all of their time, unless other programs have the
     cores. Without `threads_of`, the number of threads by rows, nothing is known of others, and every share
@@ -31,12 +34,16 @@ class Clocks:
         self._began = 0.0, 0.0
 
     def begin(self) -> None:
-        self._began = self._wall(), self._cpu()
+        turn = turns.current()
+        turn.take()
+        self._began = self._wall() - turn.waited_s, self._cpu()
 
     def end(self, n_rows: int) -> tuple[float, float]:
         """Seconds since a batch of so many rows began, and the share of them that its threads had."""
         began, computed = self._began
-        seconds = self._wall() - began
+        turn = turns.current()
+        seconds = self._wall() - turn.waited_s - began
+        turn.give()
         if self._threads_of is None or seconds <= 0:
             return seconds, 1.0
         n_threads = min(self._n_cores, self._threads_of(n_rows))

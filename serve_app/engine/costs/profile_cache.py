@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.locks import FolderLocks
+from serve_app.base.sharing.locks import FolderLocks
 from serve_app.engine.costs.cost_model import Profile
 
 logger = logging.getLogger("corral.engine")

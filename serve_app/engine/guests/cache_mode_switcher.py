@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import DecodeError, PromptTooLongError
+from serve_app.base.sharing import turns
 from serve_app.engine.backends.base import Backend, State
 from serve_app.engine.cache.manager import KVCacheManager, min_copy, slot_room
 from serve_app.engine.cache.slots import Slot
@@ -157,7 +158,8 @@ class CacheModeSwitcher(Guest):
         running, cost_s = self._steps.running, self._cost_s()
         if any(sequence.is_finished for sequence in running):
             return False
-        if any(sequence.n_generated for sequence in running) and cost_s > min(
+        somebody_streams = any(sequence.n_generated for sequence in running)
+        if (somebody_streams or self._steps.budget.is_shared) and cost_s > min(
             self._steps.budget.left_s, self._longest_pause_s
         ):
             return False
@@ -208,6 +210,7 @@ class CacheModeSwitcher(Guest):
         cache, table = self._cache, self._cache.table
         for slot in self._in_turn:
             if self._is_worth_storing(slot):
+                turns.current().take()  # others on these cores compute between two copies
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
         by_traffic, other = self._traffic.reason(), self._modes.other[0]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, DecodeError
+from serve_app.base.sharing.turns import TURN_S
 from serve_app.base.types import Medium, account
 from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
 from serve_app.engine.core.command_queue import Command
@@ -184,6 +185,8 @@ class EmbeddingQueue(Guest):
         """When sequences of other clients than of the first text's ran last."""
         self._not_before = 0.0
         """When streams of those who have less due have had as much of the decoder as the last batch."""
+        self._row_s = 1e-3
+        """Seconds of a row in the last batch: encoders have no profile."""
 
     def submit(
         self, requests: Sequence[Texts], run_between_steps: Callable[[Command], None]
@@ -216,6 +219,11 @@ class EmbeddingQueue(Guest):
     def has_work(self) -> bool:
         """Whether any text waits."""
         return bool(self._waiting)
+
+    @property
+    def has_urgent_work(self) -> bool:
+        """Whether any text waits that is not in the background."""
+        return any(not text.is_behind for text in self._waiting)
 
     def before_schedule(self) -> None:
         """Compute a batch of texts, and admit the requests that came meanwhile."""
@@ -320,12 +328,16 @@ class EmbeddingQueue(Guest):
     def _limit(self, first: PendingText, n_pending: int, beside: bool) -> int:
         n_rows = min(self._shape.n_rows, n_pending)
         among_clients = time.monotonic() < self._others_ran + _AMONG_CLIENTS_S
-        may_be_long = not (beside or among_clients or first.request.background)
-        if may_be_long or not (self._steps.budget.is_bounded and self._costs):
+        budget = self._steps.budget
+        may_be_long = not (beside or among_clients or first.request.background or budget.is_shared)
+        if may_be_long or not budget.is_bounded:
             return n_rows
+        if not self._costs:
+            within_s = min(budget.left_s, TURN_S)  # texts take as long in small batches
+            return min(n_rows, max(1, int(within_s / self._row_s))) if budget.is_shared else n_rows
         share = _SHARE if beside else 1.0  # such a batch is not left, and somebody may come
         share = _SHARE_AMONG_CLIENTS if among_clients else share
-        within_s = min(share * self._steps.budget.max_stall_s, self._steps.budget.left_s)
+        within_s = min(share * budget.max_stall_s, budget.left_s)
         fitting = self._costs.chunk(n_rows, first.n_past, within_s=within_s)
         return fitting or self._costs.smallest_chunk(n_rows, first.n_past)
 
@@ -342,6 +354,7 @@ class EmbeddingQueue(Guest):
             )
         ended = time.monotonic()
         self._not_before = ended + (ended - began)
+        self._row_s = (ended - began) / len(rows)
         start = 0
         for text, n_rows in batch:
             self._policy.charge(text, (ended - began) * n_rows / len(rows))

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, DecodeError, InvalidRequestError
+from serve_app.base.sharing import turns
 from serve_app.base.types import MEDIUM, Medium
 from serve_app.engine.backends.base import Backend, PictureSupport, Projector, Row
 from serve_app.engine.core.guest import Guest, Steps
@@ -254,9 +255,12 @@ class Encoding(Guest):
             return
         reader, placed = missing
         try:
+            if idle:
+                turns.current().give()  # nothing is computed until the picture is prepared
             prepared = self._prepare(placed.medium, _PATIENCE_S if idle else 0)
             if prepared is not None:
-                self._encode(reader, placed, prepared, step_s)
+                with turns.current().turn():
+                    self._encode(reader, placed, prepared, step_s)
         except CorralError as error:
             self._prepared.pop(placed.medium.key, None)
             readers = _who_needs(placed, self._readers)
@@ -317,12 +321,12 @@ class Encoding(Guest):
     def _allowed_s(self, step_s: float) -> float:
         readers, budget = self._readers, self._steps.budget
         if not any(one.n_generated for one in readers):
-            return _CALM_S
+            return max(min(_CALM_S, budget.turn_left_s), _LEAST_S)
         bound_s = min(budget.max_stall_s, _LONGEST_S)
         left_s = _MARGIN * bound_s - budget.elapsed_s - budget.reserved_s - step_s
         if any(one.n_pending > 1 and not one.is_blocked for one in readers):
             left_s *= _BESIDE_PROMPTS
-        return max(left_s, _LEAST_S)
+        return max(min(left_s, budget.turn_left_s), _LEAST_S)
 
 
 def _tiles(reader: TileReader) -> list[PlacedTile]:

@@ -107,6 +107,10 @@ class TimingStats:
     """The part of `step_s` in forward passes."""
     sample_s: float = 0.0
     """The part of `step_s` in sampling."""
+    turn_s: float = 0.0
+    """Turns on cores that other engines share: see `serve_app.base.sharing.turns`."""
+    turn_wait_s: float = 0.0
+    """The waits for these turns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from serve_app.base.errors import ConfigError, InvalidRequestError
 from serve_app.base.formats import EmbeddingPooling, LoadMode
 from serve_app.base.sampling import SamplingParams, Triggers
+from serve_app.base.sharing import turns
 from serve_app.config import shards
 from serve_app.kernels.llama import library, long_runs
 from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes
@@ -74,7 +76,10 @@ _BLOCK_BYTES = 4096
 
 
 def _progress(on_loaded: Callable[[float], None]) -> Any:
+    """The callback of a load, which lets others that share its cores compute between two weights."""
+
     def on_part(part: float, _user_data: int | None) -> bool:
+        turns.current().take()
         on_loaded(part)
         return True  # go on
 
@@ -114,7 +119,7 @@ class Model:
         load_mode: LoadMode = "auto",
         repack: bool = True,
         delimiters: Callable[[str], Iterable[str]] = lambda _: (),
-        on_loaded: Callable[[float], None] | None = None,
+        on_loaded: Callable[[float], None] = lambda _: None,
         own_layers: bool = False,
     ) -> None:
         """`on_loaded` is told, while the weights are loaded, which part of them is. `repack` lays them out
@@ -136,9 +141,10 @@ class Model:
         params.load_mode = _LOAD_MODES["none" if vocab_only else load_mode]
         params.use_extra_bufts = repack
         params.load_mtp = own_layers
-        if on_loaded is not None:
+        if not vocab_only:
             params.progress_callback = _progress(on_loaded)  # ctypes keeps it as long as `params`
-        with library.capture_log() as lines:
+        turn = nullcontext() if vocab_only else turns.current().turn()
+        with library.capture_log() as lines, turn:
             pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ConfigError(

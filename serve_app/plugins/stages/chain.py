@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from serve_app.base.errors import DecodeCancelledError, DecodeError, EngineFailedError
+from serve_app.base.sharing import turns
 from serve_app.channel import protocol
 from serve_app.channel.protocol import CONNECT_S, Address
 from serve_app.kernels.openvino.paged.compiling import SAMPLED
@@ -95,6 +97,9 @@ class StageChain:
         self.part = part
         self.failure: EngineFailedError | None = None
         """The reason why the chain is broken, if it is."""
+        self.turns: Path | None = None
+        """The file of those that share this stage's cores. The stage takes turns with them, and the engine
+        none: it waits for other stages, too."""
         self.counts = StageCounts(part.n_parts, part.index)
         self._node_id, self._meet = node_id, meet
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -204,6 +209,10 @@ class StageChain:
     # -- the stage --------------------------------------------------------------------------------
 
     def _serve(self, make_model: Callable[[], PagedModel], made: Future[None]) -> None:
+        with turns.join(self.turns):
+            self._make_and_serve(make_model, made)
+
+    def _make_and_serve(self, make_model: Callable[[], PagedModel], made: Future[None]) -> None:
         try:
             model = make_model()
         except Exception as error:
@@ -217,9 +226,10 @@ class StageChain:
         counts.cache_bytes = sum(cache.nbytes for cache in model.caches.values())
         try:
             while self._n_left < self.part.n_parts and (frame := self._frames.get()) is not None:
-                began = time.monotonic()
-                counts.idle_s += began - ended
-                target, result = self._carried_out(model, frame)
+                with turns.current().turn():
+                    began = time.monotonic()
+                    counts.idle_s += began - ended
+                    target, result = self._carried_out(model, frame)
                 ended = time.monotonic()
                 counts.count(frame, ended - began)
                 self._send(target, result)

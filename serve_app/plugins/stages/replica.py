@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -99,6 +100,7 @@ class ReplicaStage:
             *(gang.rank + 1, gang.size, layers.start + 1, layers.stop, parts[-1].stop),
         )
         self.chain.part = ModelPart(gang.rank, gang.size, layers)
+        self.chain.turns, options = options.turns, replace(options, turns=None)
         engine = Engine(lambda: OpenVinoBackend(model, options, report, plan, self.chain), options)
         for what in ("address", "report"):  # all others have read them
             shared_values().delete(self._key(what, gang.rank))

@@ -1,4 +1,4 @@
-"""A replica's place on its node: the cores that it leases, alone, and is pinned to, and its threads.
+"""A replica's place on its node: the cores that it leases, alone or in turns, and its threads.
 
 A lease is an flock(2) on one file for each CPU: the kernel drops it with the process, however that ends.
 Files are never removed, or two processes could lock different files of one name.
@@ -15,11 +15,14 @@ from fcntl import LOCK_EX
 from pathlib import Path
 
 from serve_app.base.errors import ConfigError
-from serve_app.base.locks import is_locked, lock, make_private
+from serve_app.base.sharing.locks import is_locked, lock, make_private
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.placement import machine, plan
 
 logger = logging.getLogger("corral.replica")
+
+# Processes that share the CPUs of a place, at most, and characters of a list of CPUs in a file's name.
+_MOST_SEATS, _LONGEST_NAME = 64, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,9 @@ class CpuPlacement:
     """The reason for that number, in one line."""
     computing_cpus: tuple[int, ...] | None
     """The CPUs that the computing threads keep to; None: all that the process may use."""
+    turns: Path | None = None
+    """The file of those that compute on the same CPUs: see `serve_app.base.sharing.turns`. None: threads
+    are configured."""
 
 
 def place_on_cpus(
@@ -83,6 +89,7 @@ def place_on_cpus(
     Before anything starts threads: they inherit the place. Raises ConfigError for more threads than
     CPUs."""
     here = here or machine.read_machine()
+    reserved = model.place_cpus or reserved
     n_cores = plan.n_cores(here, reserved)
     most = max(model.threads or n_cores, model.options.threads_batch or 0)
     complaint = machine.oversubscription(
@@ -92,13 +99,17 @@ def place_on_cpus(
     )
     if complaint:
         raise ConfigError(f"models ({model.id}): {complaint}")
-    pinning = _pinning(model, reserved, here, spread=most > n_cores)
+    if model.place_cpus:
+        pinning = share(model.place_cpus, default_folder(), here)
+    else:
+        pinning = _pinning(model, reserved, here, spread=most > n_cores)
     if pinning.lease is not None:
         n_cores = len(pinning.lease.one_of_each)
     if model.threads is not None:
         return CpuPlacement(pinning, model.threads, "as configured", _computing(pinning, most))
     reason = _reason(here, pinning, reserved)
-    return CpuPlacement(pinning, n_cores, reason, _computing(pinning, max(most, n_cores)))
+    computing = _computing(pinning, max(most, n_cores))
+    return CpuPlacement(pinning, n_cores, reason, computing, _file_of_turns(pinning, here))
 
 
 def _pinning(
@@ -117,6 +128,19 @@ def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
     put two threads on a core then, and the other hyper-threads are left to the rest of the process."""
     alone = () if pinning.lease is None else pinning.lease.one_of_each
     return alone if alone != pinning.cores and 0 < threads <= len(alone) else None
+
+
+def shared_cores() -> tuple[int, Path]:
+    """The physical cores of this machine, and the file of those that compute on all of them in turns."""
+    here = machine.read_machine()
+    return here.n_cores, _file_of_turns(_no_pinning(""), here)
+
+
+def _file_of_turns(pinning: CorePinning, here: machine.Machine) -> Path:
+    """The file of those that compute on the same CPUs, also in other servers of this user."""
+    cpus = here.topology.cpus if pinning.cores is None else pinning.cores
+    name = machine.list_cpus(cpus).replace(", ", "_")
+    return default_folder().parent / "turns" / name[:_LONGEST_NAME]
 
 
 def _reason(here: machine.Machine, pinning: CorePinning, reserved: float) -> str:
@@ -161,6 +185,47 @@ def pin(
         node = f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
     where = f"{machine.list_cpus(lease.cpus)}{node}"
     return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
+
+
+def share(n: int, folder: Path, here: machine.Machine) -> CorePinning:
+    """Pin this process to a place of `n` CPUs, of those that the machine has: where fewest others are. They
+    compute in turns."""
+    topology = here.topology
+    if here.quota is not None:
+        return _no_pinning(f"its models share a CPU quota of {here.quota:g} cores in turns")
+    try:
+        place, seat = _take_seat(_places(topology, n), folder)
+        before = tuple(sorted(os.sched_getaffinity(0)))
+        _set_affinity(place)
+    except (OSError, AttributeError) as error:
+        return _no_pinning(f"places cannot be kept in {folder} ({error})")
+    of_all = set(place)
+    lease = CoreLease(place, topology.one_of_each(of_all), topology.node_of(of_all), (seat,))
+    return CorePinning(lease, f"on cores {machine.list_cpus(place)} in turns with others", before)
+
+
+def _places(topology: machine.Topology, n: int) -> list[tuple[int, ...]]:
+    """Places of `n` CPUs, whole physical cores of one NUMA node each as far as there are any. Pure."""
+    left, places = set(topology.cpus), list[tuple[int, ...]]()
+    while len(left) >= n and (cpus := choose(topology, left, n)) is not None:
+        places.append(cpus)
+        left -= set(cpus)
+    return places or [topology.cpus]
+
+
+def _take_seat(places: Sequence[tuple[int, ...]], folder: Path) -> tuple[tuple[int, ...], int]:
+    """The place with the fewest processes, and the descriptor that holds a seat there. Raises OSError."""
+    make_private(folder)
+    choosing = lock(folder / "choosing", LOCK_EX)
+    try:
+        for seat in range(_MOST_SEATS):
+            for place in places:
+                path = folder / f"seat-{place[0]}-{seat}"
+                if not is_locked(path):
+                    return place, lock(path, LOCK_EX)
+    finally:
+        os.close(choosing)
+    raise OSError(f"each has {_MOST_SEATS} processes")
 
 
 def _no_pinning(reason: str) -> CorePinning:

@@ -28,12 +28,15 @@ class Share:
     n_cores: int
     """Physical cores of each: its threads."""
     reason: str
+    place_cpus: int = 0
+    """The CPUs that it has in turns with other models; 0: none, as its own are `num_cpus`."""
 
 
-def shares(machine: Machine, n_models: int) -> list[Share]:
-    """A share of the machine for each model, all of which fit: whole NUMA nodes if there are enough."""
+def shares(machine: Machine, n_models: int, *, divided: bool = False) -> list[Share]:
+    """A share of the machine for each model, all of which fit: whole NUMA nodes if there are enough. If
+    not, models have the cores of a node in turns, or a part of them each, if the machine is `divided`."""
     if machine.quota is not None:
-        return _of_quota(machine, machine.quota, n_models)
+        return _of_quota(machine, machine.quota, n_models, divided=divided)
     sizes = _node_sizes(machine)
     size = _common_size(sizes)
     n_places = sum(cpus // size for cpus in sizes)
@@ -42,12 +45,14 @@ def shares(machine: Machine, n_models: int) -> list[Share]:
         reason = f"each of {len(sizes)} NUMA nodes has {size} CPUs"
         if set(sizes) != {size}:
             reason = f"NUMA nodes have {', '.join(map(str, sizes))} CPUs, and each replica {size}"
-    return _dealt(machine, n_models, n_places, size, reason)
+    return _dealt(machine, n_models, n_places, size, reason, divided=divided)
 
 
 def whole_share(machine: Machine, n_models: int) -> Share:
     """A share of the machine for a model that is to have one replica, over NUMA nodes."""
-    return _dealt(machine, n_models, 1, machine.n_cpus, "the configuration sizes it")[0]
+    return _dealt(machine, n_models, 1, machine.n_cpus, "the configuration sizes it", divided=True)[
+        0
+    ]
 
 
 def merge(share: Share, n_replicas: int) -> Share:
@@ -81,26 +86,31 @@ def n_together(machine: Machine, num_cpus: float, most: int) -> int:
     return most if num_cpus <= 0 else max(1, min(most, math.floor(machine.n_cpus / num_cpus)))
 
 
-def _of_quota(machine: Machine, quota: float, n_models: int) -> list[Share]:
+def _of_quota(machine: Machine, quota: float, n_models: int, *, divided: bool) -> list[Share]:
     """A quota is time on cores that others use, too: it is divided where it is more than a node has."""
     of_nodes = Counter(core.node for core in machine.topology.cores)
     n_places = math.ceil(machine.n_cores / max(of_nodes.values()))
     reason = f"a quota allows {quota:g} of {len(machine.topology.cpus)} CPUs"
-    return _dealt(machine, n_models, n_places, machine.n_cpus // n_places, reason)
+    return _dealt(machine, n_models, n_places, machine.n_cpus // n_places, reason, divided=divided)
 
 
-def _dealt(machine: Machine, n_models: int, n_places: int, size: int, reason: str) -> list[Share]:
-    """Places of so many CPUs dealt to models in turns; if there are too few, models share one alike."""
+def _dealt(
+    machine: Machine, n_models: int, n_places: int, size: int, reason: str, *, divided: bool
+) -> list[Share]:
+    """Places of so many CPUs dealt to models; if there are too few, models share one. Ray reserves an equal
+    part of it for each then."""
     n_sharing = math.ceil(n_models / n_places)
     num_cpus = _whole_or_fraction(machine, size / n_sharing)
+    in_turns = n_sharing > 1 and not divided
     if n_models > 1:
-        reason += f", which {n_models} models share"
+        reason += f", which {n_models} models share" + " in turns" * in_turns
     return [
         Share(
             n_replicas := max(1, n_places // n_models + (i < n_places % n_models)),
             num_cpus,
-            n_cores(machine, num_cpus),
+            n_cores(machine, size if in_turns else num_cpus),
             f"{n_replicas} replica{'s' * (n_replicas > 1)}, because {reason}",
+            size if in_turns else 0,
         )
         for i in range(n_models)
     ]

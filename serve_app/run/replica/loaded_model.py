@@ -395,6 +395,7 @@ def _options(
         memory_bytes=memory_bytes,
         threads=cpus.threads,
         computing_cpus=cpus.computing_cpus,
+        turns=cpus.turns,
         pinned=_prefixes(files.path, model.system_prompts, model.defaults.chat_template),
         profile_folder=cache_folder() / "profiles",
         measures_again=place.measures_again and model.on_demand is None,

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from serve_app.base import heap, locks
+from serve_app.base import heap
 from serve_app.base.errors import ConfigError, CorralError, EngineUnavailableError
-from serve_app.base.locks import is_locked, lock, make_private
+from serve_app.base.sharing import locks
+from serve_app.base.sharing.locks import is_locked, lock, make_private
 from serve_app.base.types import Asleep, ReplicaRecords
 from serve_app.channel.pressure import PRESSURE
 from serve_app.channel.protocol import Address

@@ -138,7 +138,11 @@ _COUNTED = {
         "encoded_tiles": "Tiles of images and audio that were encoded.",
         "found_tiles": "Tiles of images and audio that the cache of encoded tiles had.",
     },
-    "timing": {"steps": "Steps of the engine: scheduling, decoding and sampling of a batch."},
+    "timing": {
+        "steps": "Steps of the engine: scheduling, decoding and sampling of a batch.",
+        "turn_seconds": "Turns of the engine on cores that models share, in seconds.",
+        "turn_wait_seconds": "Waits of the engine for its turn on cores that models share, in seconds.",
+    },
 }
 
 
@@ -223,7 +227,8 @@ class ReplicaMetrics:
 
     def update(self, stats: EngineStats) -> None:
         for (group, name), counter in self._counters.items():
-            self._follow(counter, name, getattr(getattr(stats, group), name))
+            value = getattr(getattr(stats, group), name.replace("_seconds", "_s"))
+            self._follow(counter, name, value)
         for reason, n_ended in stats.requests.ended.items():
             self._follow(self._requests, f"ended {reason}", n_ended, reason=reason)
         self._follow(self._throttled, "throttled", throttled_s())

@@ -191,7 +191,9 @@ class GenerationParams(AnswerParams):
         "stream_reasoning": (None, True),
         "include_reasoning": (None, True),
         "return_hidden_states": (None, False),
+        "truncate_prompt_tokens": (None, -1),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"truncate_prompt_tokens"})
     INERT: ClassVar[frozenset[str]] = frozenset(
         {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
     )
@@ -452,7 +454,9 @@ class ChatRequest(GenerationParams):
         "web_search_options": (None,),
         "moderation": (None,),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL)
+    REFUSED: ClassVar[frozenset[str]] = (
+        frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL) | GenerationParams.REFUSED
+    )
     INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None

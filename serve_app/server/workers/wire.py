@@ -98,9 +98,12 @@ def receive(connection: socket.socket) -> bytes:
 
 def receive_bytes(connection: socket.socket, length: int) -> bytes:
     """Blocking: so many bytes. Raises EOFError if the other end is gone."""
-    data = connection.recv(length, socket.MSG_WAITALL) if length else b""
-    if len(data) != length:
-        raise EOFError
+    data = b""
+    while len(data) < length:  # a process that was stopped and goes on gets a part
+        more = connection.recv(length - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise EOFError
+        data += more
     return data
 
 

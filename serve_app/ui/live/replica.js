@@ -117,6 +117,7 @@ export class ReplicaCard {
       ["Tokens/s", replica.generated_per_s.toFixed(0), `prompts ${replica.prompt_per_s.toFixed(0)}`],
       ["First token", duration(replica.ttft[0]), `p95 ${duration(replica.ttft[1])}`],
       ["Between", duration(replica.itl[0]), `p95 ${duration(replica.itl[1])}`],
+      ["Cores", `${(100 * replica.turns[0]).toFixed(0)}%`, `of the time; waits ${(100 * replica.turns[1]).toFixed(0)}%`],
       ["KV cache", `${((100 * used) / cells).toFixed(0)}%`, `stored ${replica.stored_mib} MiB`],
       ["Hits", replica.hits == null ? "–" : `${(100 * replica.hits).toFixed(0)}%`, "of prompts"],
     ]);

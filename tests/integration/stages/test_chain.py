@@ -17,6 +17,7 @@ import pytest
 
 from serve_app.base.errors import ConfigError, EngineClosedError, EngineFailedError
 from serve_app.base.sampling import SamplingParams
+from serve_app.base.sharing import turns
 from serve_app.base.types import GenerationRequest, TokenDelta
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
@@ -222,15 +223,23 @@ def test_layers_are_divided_by_speeds_that_are_kept_and_speeds_are_kept_anew(
     def loaded(i: int) -> tuple[ReplicaStage, Engine]:
         gang = Gang("gang", i, 2, _HOST)
         stage = ReplicaStage(ReplicaPlace("", "", "", f"node {i}", tmp_path, gang=gang), gang)
-        options = replace(_OPTIONS, profile_folder=tmp_path / str(i))
+        path = (
+            tmp_path / "turns" / "0-1"
+        )  # one for both: no engine waits in its turn for the other stage
+        options = replace(_OPTIONS, profile_folder=tmp_path / str(i), turns=path)
         return stage, stage.load(BUILTIN_MODEL, options, nowhere)
 
     with ThreadPoolExecutor(2) as pool:
         stages = list(pool.map(loaded, range(2)))
         answers = [started(engine, _TEXTS[0], 24) for _, engine in stages]
         assert [answer.result(_LIMIT_S) for answer in answers] == [whole[0]] * 2
-        for stage, _ in stages:
+        for stage, engine in stages:
             stage.check_health()
+            assert engine.stats().timing.turn_s == 0
+        with turns.join(tmp_path / "turns" / "0-1"):
+            others = turns.current()
+            assert isinstance(others, turns.Turns)
+            assert all(entry.held_s > 0 for entry in others._table.entries[:2])
         list(pool.map(lambda stage: stage[1].close(0), stages))
     assert [stage.chain.counts.n_layers for stage, _ in stages] == [1, 5]
     assert not [*tmp_path.glob("stages*")], "nothing is left of the meeting"

@@ -19,9 +19,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import constants
 
-from serve_app.base import folders, locks
+from serve_app.base import folders
 from serve_app.base.errors import ConfigError
 from serve_app.base.progress import Stage, nowhere
+from serve_app.base.sharing import locks
 from serve_app.config import schema
 from serve_app.config.sources import DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.kernels.llama.model import Model

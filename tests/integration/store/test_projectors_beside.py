@@ -10,8 +10,8 @@ from typing import Any
 import gguf
 import pytest
 
-from serve_app.base import locks
 from serve_app.base.errors import ConfigError
+from serve_app.base.sharing import locks
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import DownloadsConfig

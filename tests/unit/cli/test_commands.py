@@ -320,6 +320,7 @@ def replica(**changed: object) -> dict[str, Any]:
         "generated_per_s": 81.04,
         "prompt_per_s": 512.0,
         "hits": 0.5,
+        "turns": [0.42, 0.3],
         "ttft": [120.0, 2500.0, 3000.0, 10],
         "itl": [24.6, None, None, 10],
         "slots": {"0": ["decode", 1, 1, 1, 0], "1": ["prefill", 0, 1, 0, 9], "2": ["idle"]},
@@ -363,6 +364,7 @@ def test_top_shows_slots_and_what_happened(told: Told) -> None:
     told.stream("/v1/live", view, {"at": 2})
     said = output("top", "--url", told.url, "--frames", "2")
     assert "DP." in said
+    assert "42%" in said
     assert "m: 2 preempted r1" in said
 
 

@@ -143,9 +143,11 @@ def test_configured_options_win() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "n_models", "num_cpus", "threads"),
-    [(8, 1, 8, 8), (8, 2, 4, 4), (8, 3, 2, 2), (2, 3, 0.66, 1)],
+    [(8, 1, 8, 8), (8, 2, 4, 8), (8, 3, 2, 8), (2, 3, 0.66, 2)],
 )
-def test_models_share_the_machine(cores: int, n_models: int, num_cpus: float, threads: int) -> None:
+def test_models_share_a_machine_in_turns(
+    cores: int, n_models: int, num_cpus: float, threads: int
+) -> None:
     here = Machine(topology(((i,), 0) for i in range(cores)), None, 2**34, 2**34)
     sizes = {"n_slots": 4, "n_ctx_slot": 256}
     entries = [model(id=f"m{i}", engine=sizes) for i in range(n_models)]

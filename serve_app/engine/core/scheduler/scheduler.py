@@ -53,7 +53,7 @@ class AdapterTurns:
     def __init__(self, max_stall_s: float) -> None:
         self._max_stall_s = max_stall_s
         self._served_at: dict[Adapters, float] = {}
-        """When the last step of those that run began."""
+        """The time when the last step of those that run began."""
         self.current: Adapters = ()
         self._since = 0.0
         """When their turn began."""
@@ -358,11 +358,13 @@ class Scheduler:
         decode_s = spent_s = sum(self._batch_s(turns) for turns in decoding)
         n_decoding = sum(1 + len(turn.draft) for turn in chain(*decoding))
         bounded = self._budget.is_bounded and bool(self.costs)
-        bounded &= bool(decoding) or self._others_stream or self._in_background
+        bounded &= (
+            bool(decoding) or self._others_stream or self._in_background or self._budget.is_shared
+        )
         within_s = self._budget.prompts_s(decode_s, self._n_prompting)
         if self._in_background:
             lost_s = max(_LOST_S, _LOST_PART * (now - self._seen_ahead))
-            within_s = decode_s + min(_MOST_LOST_S, lost_s)
+            within_s = min(decode_s + min(_MOST_LOST_S, lost_s), self._budget.turn_left_s)
         left, left_scored = self._n_batch, MAX_SCORED_ROWS
         turns: list[SequenceRows] = []
         n_slots = Counter(seq.request.account for seq in self._served)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.locks import is_locked
+from serve_app.base.sharing.locks import is_locked
 from serve_app.engine.costs import profile_cache
 from serve_app.engine.costs.cost_model import Profile
 

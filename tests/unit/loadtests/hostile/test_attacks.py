@@ -12,7 +12,7 @@ import pytest
 from loadtests.common.servers import ROOT
 from loadtests.hostile import bodies
 from loadtests.hostile.__main__ import chosen
-from loadtests.hostile.attack import ALONE, KEYED, KEYLESS, MIB, MOST_BODY_BYTES
+from loadtests.hostile.attack import ALONE, KEYED, KEYLESS, MIB, MOST_BODY_BYTES, SHARED
 from loadtests.hostile.attacks import ATTACKS, FAMILIES, block, crash, grammar, smuggle
 from loadtests.hostile.scene import CUT, status_of
 
@@ -24,7 +24,7 @@ def test_every_family_of_attacks_is_there() -> None:
         "control", "crash", "web", "replica", "block", "grammar", "starve", "charge", "hold",
         "silence", "spy", "connections", "operate", "smuggle", "sampling", "batch", "mixed",
     }  # fmt: skip
-    assert {attack.server for attack in ATTACKS} == {ALONE, KEYED, KEYLESS}
+    assert {attack.server for attack in ATTACKS} == {ALONE, KEYED, KEYLESS, SHARED}
 
 
 def test_attacks_are_bounded_and_say_what_they_do() -> None:
@@ -49,7 +49,7 @@ def test_the_document_has_a_row_for_each_attack_and_their_number() -> None:
 
 def test_attacks_of_one_server_follow_each_other() -> None:
     servers = [attack.server for attack in ATTACKS]
-    assert [server for server, _ in groupby(servers)] == [KEYLESS, KEYED, ALONE]
+    assert [server for server, _ in groupby(servers)] == [SHARED, KEYLESS, KEYED, ALONE]
 
 
 def test_the_short_form_has_the_gravest_families() -> None:

@@ -174,6 +174,53 @@ def test_configured_threads_win(
     release(placement.pinning)
 
 
+def two_models(here: Machine) -> list[ResolvedModel]:
+    entries = [
+        {"id": name, "source": {"builtin": True}, "engine": {"n_slots": 4, "n_ctx_slot": 256}}
+        for name in ("a", "b")
+    ]
+    return resolve(schema.parse({"models": entries}).models, here)
+
+
+def test_two_models_have_all_cores_in_turns(here: Machine) -> None:
+    placements = [place_on_cpus(one, one.num_cpus, here) for one in two_models(here)]
+    assert [one.num_cpus for one in two_models(here)] == [2, 2]
+    for placement in placements:
+        assert (placement.threads, cores(placement)) == (4, (0, 1, 2, 3))
+        assert placement.pinning.report == "on cores 0-3 in turns with others"
+    assert placements[0].turns is not None
+    assert placements[0].turns == placements[1].turns
+    assert placements[0].turns.name == "0-3"
+    release(*(placement.pinning for placement in placements))
+
+
+def test_a_server_beside_another_one_takes_turns_with_it(here: Machine) -> None:
+    """The first one has leased all cores."""
+    first, second = (place_on_cpus(model(here), 4, here) for _ in range(2))
+    assert second.pinning.cores is None
+    assert first.turns == second.turns
+    release(first.pinning)
+
+
+def test_places_of_a_larger_node_are_filled_one_after_the_other(tmp_path: Path) -> None:
+    """As on Ray, where nodes differ: a place is as large as where the configuration was read."""
+    small, large = (
+        machine(tmp_path / "small", [((i,), 0) for i in range(2)]),
+        machine(tmp_path / "large", FOUR),
+    )
+    a, b = two_models(small)
+    placements = [place_on_cpus(one, one.num_cpus, large) for one in (a, b, a, b)]
+    assert list(map(cores, placements)) == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [one.turns and one.turns.name for one in placements] == ["0_1", "2_3", "0_1", "2_3"]
+    release(*(placement.pinning for placement in placements))
+
+
+def test_configured_threads_take_no_turns(here: Machine) -> None:
+    placement = place_on_cpus(model(here, threads=2), 2, here)
+    assert placement.turns is None
+    release(placement.pinning)
+
+
 def test_a_quota_is_for_threads_anywhere(tmp_path: Path) -> None:
     here = machine(tmp_path / "root", EPYC, files={"sys/fs/cgroup/pod/cpu.max": "650000 100000\n"})
     placement = place_on_cpus(model(here), model(here).num_cpus, here)

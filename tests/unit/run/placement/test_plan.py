@@ -82,7 +82,7 @@ def test_one_model(
         (SMALL, 3, [1] * 3, 0.66, 1),
     ],
 )
-def test_models_share(
+def test_models_divide_the_machine_where_the_configuration_sizes_one(
     tmp_path: Path,
     cores: list[tuple[tuple[int, ...], int | None]],
     n_models: int,
@@ -91,9 +91,37 @@ def test_models_share(
     n_cores: int,
 ) -> None:
     here = machine(tmp_path, cores)
-    shares = plan.shares(here, n_models)
+    shares = plan.shares(here, n_models, divided=True)
     assert [share.n_replicas for share in shares] == n_replicas
     assert {(share.num_cpus, share.n_cores) for share in shares} == {(num_cpus, n_cores)}
+    assert sum(share.n_replicas for share in shares) * num_cpus <= here.n_cpus
+    assert {share.place_cpus for share in shares} == {0}
+
+
+@pytest.mark.parametrize(
+    ("cores", "n_models", "num_cpus", "n_cores", "place_cpus"),
+    [
+        (FOUR_NODES, 3, 4, 4, 0),  # each has a node
+        (FOUR_NODES, 5, 2, 4, 4),
+        (EPYC, 3, 64, 64, 128),
+        (LAPTOP, 3, 2, 4, 8),
+        (SMALL, 3, 0.66, 2, 2),
+    ],
+)
+def test_models_of_one_node_have_all_of_its_cores_in_turns(
+    tmp_path: Path,
+    cores: list[tuple[tuple[int, ...], int | None]],
+    n_models: int,
+    num_cpus: float,
+    n_cores: int,
+    place_cpus: int,
+) -> None:
+    """Ray reserves a part for each, so that all can be placed."""
+    here = machine(tmp_path, cores)
+    shares = plan.shares(here, n_models)
+    assert {(one.num_cpus, one.n_cores, one.place_cpus) for one in shares} == {
+        (num_cpus, n_cores, place_cpus)
+    }
     assert sum(share.n_replicas for share in shares) * num_cpus <= here.n_cpus
 
 
@@ -111,7 +139,9 @@ def test_reasons(
 ) -> None:
     here = machine(tmp_path, cores, files={CPU_MAX: f"{quota} 100000\n"})
     assert plan.shares(here, 1)[0].reason == reason
-    assert plan.shares(here, 2)[0].reason.endswith(", which 2 models share")
+    in_turns = " in turns" if plan.shares(here, 2)[0].place_cpus else ""
+    assert plan.shares(here, 2)[0].reason.endswith(f", which 2 models share{in_turns}")
+    assert plan.shares(here, 2, divided=True)[0].reason.endswith(", which 2 models share")
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, (1, 16, 16)), (2, (2, 8, 8)), (3, (3, 4, 4))])

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import pickle
+import signal
 import socket
+import subprocess
+import sys
+import termios
+from array import array
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,7 +79,7 @@ async def received(data: bytes, kind: Any) -> wire.Outcome:
         (None, None),
         (b"{}", bytes),
         ((Picture.of(b"rgb", 1, 1), Sound.of(b"four")), tuple[Medium, ...]),
-        (After("resp_1"), PreparedResponse | After),
+        (After("resp_1", ["msg_1"]), PreparedResponse | After),
         (
             [BatchLine(1, "q", 2, 3, b"p"), BatchLine(2, error=LineError(code="a", message="b"))],
             list[BatchLine],
@@ -139,6 +146,42 @@ class Exploit:
 
     def __reduce__(self) -> Any:
         return os.abort, ()
+
+
+_RECEIVES = """
+import socket, sys
+from serve_app.server.workers import wire
+print(wire.receive_bytes(socket.socket(fileno=int(sys.argv[1])), 6))
+"""
+
+
+def test_a_process_that_was_stopped_receives_the_rest() -> None:
+    """recv(2) with MSG_WAITALL returns what is there then."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fd = theirs.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RECEIVES, str(fd)],
+            pass_fds=[fd],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        ours.sendall(b"bod")
+        while _unread(theirs):
+            pass
+        process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "T":
+            pass
+        process.send_signal(signal.SIGCONT)
+        ours.sendall(b"png")
+        assert process.communicate()[0] == b"b'bodpng'\n"
+
+
+def _unread(connection: socket.socket) -> int:
+    """The bytes that nobody has read yet."""
+    n = array("i", [0])
+    fcntl.ioctl(connection, termios.FIONREAD, n)
+    return n[0]
 
 
 @pytest.mark.parametrize(

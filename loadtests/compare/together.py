@@ -1,0 +1,298 @@
+"""Measures two models on one machine: what each gives while the other rests, and both together.
+
+    python -m loadtests.compare.together --chat PATH --embed PATH [--sides turns,divided,alone,llama-server]
+        [--cells chat-1,chat-4,texts,both] [--rounds 5] [--seconds 8] [--engine '{"backend": "auto"}']
+        [--server PATH] [--json FILE]
+
+Sides: `turns` is one Corral with both models as they are by default; `divided` the same with half of the
+cores for each; `alone` a Corral for each model, so that nothing is shared; `llama-server` two of these with
+all threads each. All are started once, and warmed up. They take turns, cell by cell; the processes of all
+others are stopped meanwhile (SIGSTOP).
+
+Cells: one or four streams of the chat model, whose prompts are cached; four clients of the embedding model
+with 16 texts each; both at once. What comes in the first second does not count. Ratios are to `alone`, or
+else to the first side, in the same round. Progress goes to stderr, a Markdown table to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtests.common.comparing import absolute, ratio_spread
+from loadtests.common.servers import (
+    Server,
+    corral_is_ready,
+    exit_on_sigterm,
+    is_healthy,
+    local_command,
+    running,
+    write_config,
+)
+from loadtests.compare import llama_server
+from loadtests.compare.sides import LLAMA_SERVER, Sizes, engine_settings, llama_server_command
+from serve_app.cli.measure.benchmark import (
+    SEED,
+    choice,
+    in_turns,
+    list_of,
+    machine_and_model,
+    number_between,
+    of_each,
+    percentile,
+    spread,
+    table,
+    usable_cores,
+)
+
+TURNS, DIVIDED, ALONE = "turns", "divided", "alone"
+CELLS: Mapping[str, tuple[int, int]] = {
+    "chat-1": (1, 0),
+    "chat-4": (4, 0),
+    "texts": (0, 4),
+    "both": (4, 4),
+}
+"""Streams of the chat model, and clients of the embedding model."""
+ALICE = (Path(__file__).parents[1] / "common" / "alice.txt").read_text().split()
+WARM_S, N_TEXTS, MAX_TOKENS = 1.0, 16, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Where the two models of a side are."""
+
+    chat: Server
+    embed: Server
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a cell gave."""
+
+    tokens_per_s: float = 0.0
+    texts_per_s: float = 0.0
+    ttft_s: float = 0.0
+    gap_s: float = 0.0
+    """The 99th percentile of the time between two tokens of a stream."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients that send one request after the other until a moment, and what they saw. Their threads."""
+
+    until: float
+    tokens: list[float] = field(default_factory=list)
+    texts: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+
+    def stream(self, url: str, seed: str) -> None:
+        """Ask for one answer after the other. Raises RuntimeError for a refusal."""
+        body = {"model": "chat", "prompt": _words(random.Random(seed), 60), "stream": True}
+        body |= {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
+        while (began := time.monotonic()) < self.until:
+            before = None
+            for line in _post(url, "/v1/completions", body):
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.monotonic()
+                if before is None:
+                    self.ttfts_s.append(now - began)
+                else:
+                    self.gaps_s.append(now - before)
+                before = now
+                self.tokens.append(now)
+
+    def embed(self, url: str, seed: str) -> None:
+        """Have one list of texts embedded after the other. Raises RuntimeError for a refusal."""
+        rng = random.Random(seed)
+        while time.monotonic() < self.until:
+            texts = [_words(rng, rng.randint(20, 60)) for _ in range(N_TEXTS)]
+            for _ in _post(url, "/v1/embeddings", {"model": "embed", "input": texts}):
+                pass
+            self.texts += [time.monotonic()] * N_TEXTS
+
+
+def _words(rng: random.Random, n: int) -> str:
+    begin = rng.randrange(len(ALICE) - n)
+    return " ".join(ALICE[begin : begin + n])
+
+
+def _post(url: str, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The lines of the answer, as they come."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"{url}{path}: {answer.status} {answer.read()[:300]!r}")
+        yield from answer
+    finally:
+        connection.close()
+
+
+def measure(side: Side, cell: str, number: int, seconds: float) -> Figures:
+    """Put the load of a cell on a side. Raises RuntimeError if a request was refused."""
+    n_streams, n_clients = CELLS[cell]
+    began = time.monotonic() + WARM_S
+    load = Load(began + seconds)
+    seeds = [f"{SEED} {number} {i}" for i in range(n_streams + n_clients)]
+    threads = [
+        threading.Thread(target=load.stream, args=(side.chat.url, f"chat {i}"))
+        for i in range(n_streams)
+    ]
+    threads += [
+        threading.Thread(target=load.embed, args=(side.embed.url, seed))
+        for seed in seeds[n_streams:]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not (load.tokens if n_streams else load.texts):
+        raise RuntimeError(f"{cell} brought nothing.")
+    n_tokens, n_texts = (
+        sum(began <= at < load.until for at in times) for times in (load.tokens, load.texts)
+    )
+    return Figures(
+        n_tokens / seconds,
+        n_texts / seconds,
+        statistics.median(load.ttfts_s) if load.ttfts_s else 0.0,
+        percentile(load.gaps_s, 99) if load.gaps_s else 0.0,
+    )
+
+
+@contextmanager
+def start(side: str, args: argparse.Namespace) -> Iterator[Side]:
+    """The servers of a side, which run inside the `with` block."""
+    files = {"chat": args.chat, "embed": args.embed}
+    half = {"threads": max(1, usable_cores() // 2)} if side == DIVIDED else {}
+    entries = {
+        name: {"id": name, "source": {"path": str(path)}, "engine": half | args.engine}
+        for name, path in files.items()
+    }
+
+    def corral(*models: str) -> Any:
+        chosen = [entries[model] for model in models]
+        return running(
+            lambda folder, port: local_command(write_config(folder, chosen, port)), corral_is_ready
+        )
+
+    def peer(model: str) -> Any:
+        kind = [] if model == "chat" else ["--embeddings", "--ubatch-size", "512"]
+        sizes = Sizes(usable_cores(), 8)
+        return running(
+            lambda _, port: [*llama_server_command(args.server, files[model], sizes, port), *kind],
+            is_healthy,
+        )
+
+    with ExitStack() as stack:
+        if side in (TURNS, DIVIDED):
+            server = stack.enter_context(corral("chat", "embed"))
+            yield Side(server, server)
+        else:
+            one = corral if side == ALONE else peer
+            yield Side(*(stack.enter_context(one(model)) for model in files))
+
+
+def report(rounds: Sequence[Mapping[tuple[str, str], Figures]], sides: Sequence[str]) -> str:
+    """The table: medians and ranges, and ratios in the same round."""
+    measured = dict(of_each(rounds))
+    base = ALONE if ALONE in sides else sides[0]
+    rows = []
+    for (side, cell), figures in measured.items():
+        own, others = CELLS[cell], measured.get((base, "chat-4" if cell == "both" else cell))
+        for kind, name in enumerate(("tokens_per_s", "texts_per_s")):
+            if not own[kind]:
+                continue
+            reference = others
+            if cell == "both" and kind:
+                reference = measured.get((base, "texts"))
+            values = [getattr(one, name) for one in figures]
+            known = [getattr(one, name) for one in reference or ()]
+            ratio = ratio_spread(values, known) if known else "-"
+            ttft = spread([1000 * one.ttft_s for one in figures]) if not kind else "-"
+            gap = spread([1000 * one.gap_s for one in figures]) if not kind else "-"
+            rows.append((side, cell, name, spread(values), ratio, ttft, gap))
+    header = ("side", "cell", "what", "median (range)", f"to {base}", "TTFT ms", "gap p99 ms")
+    return table(header, rows)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.compare.together", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--chat", type=absolute, required=True)
+    parser.add_argument("--embed", type=absolute, required=True)
+    sides = (TURNS, DIVIDED, ALONE, LLAMA_SERVER)
+    parser.add_argument("--sides", type=list_of(choice(*sides)), default=sides)
+    parser.add_argument("--cells", type=list_of(choice(*CELLS)), default=tuple(CELLS))
+    parser.add_argument("--rounds", type=number_between(1, 50), default=5)
+    parser.add_argument("--seconds", type=number_between(2, 600), default=8)
+    parser.add_argument("--engine", type=engine_settings, default={})
+    llama_server.add_option(parser)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args(argv)
+    if LLAMA_SERVER in args.sides:
+        llama_server.expect(parser, args.server)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the file."""
+    args = parse_args(argv)
+    with ExitStack() as stack:
+        started = {}
+        for name in args.sides:
+            started[name] = side = stack.enter_context(start(name, args))
+            for server in {side.chat, side.embed}:
+                server.pause()
+
+        def one(number: int, way: tuple[str, str]) -> Figures:
+            side = started[way[0]]
+            for server in {side.chat, side.embed}:
+                server.go_on()
+            try:
+                figures = measure(side, way[1], number, args.seconds)
+            finally:
+                for server in {side.chat, side.embed}:
+                    server.pause()
+            print(number, *way, figures, file=sys.stderr, flush=True)
+            return figures
+
+        cells = [
+            (side, cell)
+            for cell in args.cells
+            for side in args.sides
+            if not (side == ALONE and cell == "both")
+        ]
+        rounds = in_turns(cells, args.rounds, one)
+    print(report(rounds, args.sides))
+    if args.json is not None:
+        document = {
+            "machine": machine_and_model(args.chat),
+            "rounds": [
+                {" ".join(way): asdict(figures) for way, figures in each.items()} for each in rounds
+            ],
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    main()
