@@ -66,7 +66,9 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     of this node that ask at once, one measures. Raises ConfigError."""
     if options.profile_limit_s <= 0 or not path.is_file():
         why = "nothing is measured" if options.backend == "auto" else "as configured"
-        return Plan(_named(options) if options.backend == "openvino" else REPACKED, why)
+        return Plan(
+            _configured_kernels(options) if options.backend == "openvino" else REPACKED, why
+        )
     files = files_of(path)
     n_bytes, fingerprint = sum(file.stat().st_size for file in files), fingerprint_of(files)
     left = math.inf if options.memory_bytes is None else options.memory_bytes - n_bytes
@@ -85,7 +87,7 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
         kept = profile_cache.load(folder, name, Plan)
         plan = kept or Plan(name=name)
         if options.backend == "openvino":
-            return replace(plan, kernels=_named(options))
+            return replace(plan, kernels=_configured_kernels(options))
         if kept is None or (options.measures_again and not plan.is_certain):
             plan = _measure_kernels(plan, path, options, refusal, has_room, report)
             profile_cache.save(folder, name, plan)
@@ -102,7 +104,7 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     return replace(plan, why=why, converts=has_room)
 
 
-def _named(options: EngineOptions) -> Kernels:
+def _configured_kernels(options: EngineOptions) -> Kernels:
     """OpenVINO's kernels without a measurement."""
     return OPENVINO_W8A8 if options.quantization == "w8a8" else OPENVINO
 

@@ -343,8 +343,9 @@ class GgufModel:
     def _tied_bytes(self) -> int:
         """Bytes of an output's matrix that is rounded, beside the same weights as rows of embeddings."""
         tensor = self._tensors.get(self._output)
-        is_tied = tensor is not None and tensor.name in _ROWS and not self.kind.encodes
-        return self._rounded_bytes(tensor) if is_tied and self.rounds(tensor) else 0
+        if tensor is None or tensor.name not in _ROWS or self.kind.encodes:
+            return 0
+        return self._rounded_bytes(tensor) if self.rounds(tensor) else 0
 
     def rounds(self, tensor: Tensor) -> bool:
         """Whether a product with that matrix is rounded as `quantization` says. Experts and routers are

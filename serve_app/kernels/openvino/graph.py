@@ -32,7 +32,7 @@ from serve_app.kernels.openvino.weights import (
     floats,
     is_quantised,
     quantise,
-    rounded,
+    round_matrix,
 )
 
 HIDDEN = "hidden_states"
@@ -585,7 +585,7 @@ def _times_rounded(values: Node, data: NDArray[Any], kind: Kind, group: int) -> 
 
     The kernels round the values, too. A few large ones would make the steps of their group coarse, so all
     are turned first. Products of the same values share that: OpenVINO joins what is alike."""
-    matrix = rounded(data, kind, group)
+    matrix = round_matrix(data, kind, group)
     width = matrix.codes[0].size
     blocks = op.reshape(values, _ints(0, -1, GROUP), True)
     turned = op.matmul(blocks, op.constant(HADAMARD), False, False)

@@ -33,7 +33,8 @@ def _hadamard(size: int) -> Floats:
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(np.float32(size))
+    matrix /= np.sqrt(np.float32(size))
+    return matrix
 
 
 HADAMARD = _hadamard(GROUP)
@@ -133,7 +134,7 @@ def quantise(data: Bytes, kind: Kind) -> Quantised:
     )
 
 
-def rounded(data: NDArray[np.generic], kind: Kind, group: int) -> Quantised:
+def round_matrix(data: NDArray[np.generic], kind: Kind, group: int) -> Quantised:
     """The matrix with these rows, turned by `HADAMARD` and rounded to 8 bits, with a scale for so many
     weights. Raises as `quantise`."""
     parts = _by_rows(partial(_round, group=group), data, kind)

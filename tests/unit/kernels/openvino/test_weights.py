@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.kernels.openvino.weights import GROUP, HADAMARD, is_rounded, quantise, rounded
+from serve_app.kernels.openvino.weights import GROUP, HADAMARD, is_rounded, quantise, round_matrix
 
 _HALVES = {
     Kind.Q4_0: (0,),
@@ -137,7 +137,7 @@ def test_products_of_turned_values_are_those_of_the_file_but_for_rounding(
     exact = gguf.dequantize(data, kind)
     values = rng.normal(0, 1, 768)
     values[5] = 300
-    matrix = rounded(data, kind, group)
+    matrix = round_matrix(data, kind, group)
     assert matrix.codes.shape == (9, 768 // group, group)
     assert np.abs(matrix.codes).max() == 127
     turned = (values.reshape(-1, GROUP) @ HADAMARD).reshape(-1)
