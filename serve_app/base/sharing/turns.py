@@ -68,7 +68,7 @@ class _Entry(ctypes.Structure):
     held_s: float
     """The seconds of all of its turns."""
     had_s: float
-    """The same, as far as they can be compared: who comes back is level with those that are active."""
+    """The seconds by which the next engine is chosen: after a rest, as many as the others have at least."""
     stall_s: float
     """The longest time that its streams should wait."""
     pass_s: float
@@ -245,10 +245,10 @@ class Turns:
     def _enter(self, entry: _Entry, now: float) -> None:
         """Become active again, with nothing saved while this engine rested, or waited behind the others."""
         table, active = self._table, list[tuple[bool, float]]()
-        for i, one in self._others:
-            if one.waits or i == table.holder:
-                begun_s = now - one.worked_at if i == table.holder else 0.0
-                active.append((bool(one.is_behind), one.had_s + begun_s))
+        for i, other in self._others:
+            if other.waits or i == table.holder:
+                begun_s = now - other.worked_at if i == table.holder else 0.0
+                active.append((bool(other.is_behind), other.had_s + begun_s))
         entry.worked_at = now
         if active:
             entry.had_s = max(entry.had_s, min(active)[1])
