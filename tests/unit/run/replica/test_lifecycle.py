@@ -399,7 +399,7 @@ async def test_nothing_is_left_of_a_load_that_fails(
         raise ConfigError("There is no room.")
 
     monkeypatch.setattr(loaded_model, "Channels", WatchedChannels)
-    monkeypatch.setattr(loaded_model.Engine, "load", fail)
+    monkeypatch.setattr("serve_app.engine.Engine.load", fail)
     cpus = os.sched_getaffinity(0)
     place = ReplicaPlace("app", "m", "m-1", "node", tmp_path)
     with pytest.raises(ConfigError, match="There is no room") as caught:
