@@ -4,7 +4,7 @@ Two teams of threads on the same cores wait for each other at every barrier. So 
 while it computes a step. The next engine is the one that had least of the machine, by measured seconds.
 That is start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-The engines share a table in a file. flock(2) guards it for some microseconds at a time, and the kernel
+The engines share a table in a file. They lock it with flock(2) for some microseconds at a time. The kernel
 drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A
 pidfd tells at once that the holder died. A holder that was stopped is passed over.
 """
