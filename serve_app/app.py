@@ -62,8 +62,8 @@ def build(args: dict[str, Any]) -> Application:
 def application(args: dict[str, Any], file: Path | None = None) -> Application:
     """The application for these `args`, which `file` has if one is given: all replicas are on this machine.
 
-    Raises RayServeException with one message that names the fields that are wrong: the only kind of error
-    that Serve shows as it is, and does not try again.
+    Raises RayServeException with one message that names the fields that are wrong. This is the
+    only kind of error that Serve shows as it is, and does not try again.
     """
     share_by(RayValues())
     if os.environ.get("RAY_AUTH_MODE") == "token":  # Ray sets it by itself where it finds a token

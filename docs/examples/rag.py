@@ -160,7 +160,9 @@ def main():
     commands.add_parser("index").add_argument("folder", type=Path)
     commands.add_parser("ask").add_argument("question")
     args = parser.parse_args()
-    able = {model.id: set(model.capabilities) for model in client.models.list()}
+    able = {
+        model.id: set(getattr(model, "capabilities", None) or ()) for model in client.models.list()
+    }
     embedder = args.embed or next((name for name in able if "embeddings" in able[name]), None)
     rerank = args.rerank or next((name for name in able if "rerank" in able[name]), None)
     chat = args.chat or next((name for name in able if not able[name] & OTHERS), None)

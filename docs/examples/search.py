@@ -9,7 +9,8 @@ client = OpenAI(
     base_url=os.environ.get("CORRAL_URL", "http://127.0.0.1:8000") + "/v1",
     api_key=os.environ.get("CORRAL_API_KEY", "none"),
 )
-model = client.models.list().data[0].id
+models = client.models.list().data
+model = next((one.id for one in models if "embeddings" in one.capabilities), models[0].id)
 question = sys.argv[1]
 lines = [line.strip() for line in sys.stdin if line.strip()]
 answer = client.embeddings.create(model=model, input=[question, *lines])

@@ -115,7 +115,7 @@ def paged_context(
     n_ctx: int,
     threads: int,
     cache_type: CacheType,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> PagedContext:
     """OpenVINO's context for one sequence of so many tokens, warmed up. The model is converted where an
     engine would do so, and needs its vocabulary only. Raises ConfigError."""

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def paged(
-    path: Path,
-    threads: int,
-    cache_type: CacheType = "f16",
-    quantization: Quantization | None = None,
+    path: Path, threads: int, cache_type: CacheType = "f16", quantization: Quantization = "none"
 ) -> tuple[Model, PagedContext]:
     """The model's vocabulary and a context of OpenVINO, with keys and values of that format."""
     from loadtests.tune.paged_passes import paged_context  # needs corral[openvino]

@@ -66,7 +66,7 @@ class EngineOptions:
     many as pay and have room in half of the memory for checkpoints."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
-    quantization: Quantization | None = None
+    quantization: Quantization = "auto"
     load_mode: LoadMode = "auto"
     memory_bytes: int | None = None
     """Memory that the engine can take; None: enough for weights in both layouts."""
@@ -83,12 +83,12 @@ class EngineOptions:
     profile_limit_s: float = 27.0
     """Most seconds at the start for profiling, which measures what batches cost; 0 measures nothing."""
     profile_folder: Path | None = None
-    """Where profiles are kept for the next start."""
+    """The folder where profiles are kept for the next start."""
     measures_again: bool = True
     """Whether a profile that other programs disturbed is measured again at the next start. If not, what is
     learned while serving betters it."""
     prefix_folder: Path | None = None
-    """Where the prefixes that lost their slot are kept for the next start."""
+    """The folder where the prefixes that lost their slot are kept for the next start."""
     slot_folder: Path | None = None
 
     adapters: tuple[AdapterFile, ...] = ()
@@ -116,8 +116,8 @@ class EngineOptions:
                 )
             if self.n_ctx < self.n_ctx_slot:
                 raise ConfigError("engine.n_ctx must not be below engine.n_ctx_slot.")
-        if self.quantization is not None and self.backend != "openvino":
-            raise ConfigError("engine.quantization needs engine.backend: openvino.")
+        if self.quantization == "w8a8" and self.backend != "openvino":
+            raise ConfigError("engine.quantization: w8a8 needs engine.backend: openvino.")
         if self.backend == "openvino" and (names := self.unsupported_by_openvino()):
             raise ConfigError(f"engine.backend: openvino does not support {names[0]}.")
 

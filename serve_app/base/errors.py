@@ -220,7 +220,7 @@ class ItemNotFoundError(RequestError, status=404):
     param = "input"
 
     def __init__(self, item_id: str, is_kept: bool) -> None:
-        """Without `is_kept`, the request's own items are not. The words are OpenAI's."""
+        """`is_kept`: whether the request's own items are. The message is OpenAI's."""
         Exception.__init__(self, item_id, is_kept)
         self.message = f"Item with id '{item_id}' not found."
         if not is_kept:
@@ -260,7 +260,7 @@ class RateLimitError(CorralError, status=429, type="rate_limit_error", code="rat
 
 
 class BodyEndedError(RateLimitError):
-    """Others needed the room of the request's body, which was being read."""
+    """The room of the request's body, which was being read, was needed by others."""
 
 
 class DeadlineError(RateLimitError, code="deadline_unmet"):

@@ -20,7 +20,7 @@ logger = logging.getLogger("corral.store")
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they could make again."""
+    """The folder where this user's programs keep what they could make again."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "corral"
 

@@ -23,9 +23,9 @@ LoadMode = Literal["auto", "mmap", "mlock", "mmap+mlock", "none"]
 BackendName = Literal["auto", "llama.cpp", "openvino"]
 """Kernels that compute a model; `auto` measures which are faster."""
 
-Quantization = Literal["w8a8"]
-"""How the products of layers are rounded further than in the file. Weights have 8 bits with a scale for
-each row of a matrix, and activations have 8 bits with a scale for each token. The names are vLLM's."""
+Quantization = Literal["auto", "none", "w8a8"]
+"""Whether products are rounded further than in the file: weights to 8 bits, with scales for longer groups.
+`auto`: where a measurement finds that faster."""
 
 EmbeddingPooling = Literal["none", "mean", "cls", "last", "rank"]
 """How the vectors of a text's tokens become one: not at all, their mean, the first's, the last's, a score

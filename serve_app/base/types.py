@@ -48,7 +48,8 @@ class AdapterUse(NamedTuple):
 
 
 Adapters = tuple[AdapterUse, ...]
-"""All that a request is computed with, by id and without those of scale 0; none: the model itself."""
+"""The adapters that a request is computed with, by id and without those of scale 0; none: the model
+itself."""
 
 _ADAPTED = "\0"
 """Stands between a cache group and the adapters; neither has it."""
@@ -220,7 +221,8 @@ GAP_BOUNDARIES_S = (
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one request's time went, in seconds; the first three are those of the engine that ended it."""
+    """The stages where one request's time went, in seconds; the first three are those of the engine
+    that ended it."""
 
     queue_s: float
     """The time from submit to a slot."""

@@ -69,7 +69,7 @@ class IncomingCall:
             self._delta = delta if self._delta is None else self._delta.then(delta)
 
     def fail(self, error: CorralError) -> None:
-        """Nothing comes any more; unless it is complete, this is its end."""
+        """End it with this error, unless it is complete: nothing comes any more."""
         if self._error is None:
             self._error = error
             self._wake()
@@ -109,7 +109,7 @@ class ReportReceiver(Protocol):
 
 
 class Listener:
-    """Where one ingress replica hears from engine replicas. Event loop only.
+    """Receives for one ingress replica what engine replicas send. Event loop only.
 
     It has a Unix socket for those on its own node, and a port for all others. A connection must
     know the secret, which crosses Serve's handle with each request, and nothing else.
@@ -133,7 +133,7 @@ class Listener:
         self._connections: set[_Connection] = set()
 
     async def address(self) -> Address:
-        """Where it listens, from now on at the latest. Raises OSError."""
+        """The address where it listens, from now on at the latest. Raises OSError."""
         async with self._starting:
             if self._address is None:
                 self._address = await self._start()

@@ -45,7 +45,7 @@ def _from_builtin(kind: type[Any], value: Any) -> Any:
 _encode = msgspec.msgpack.Encoder(enc_hook=_to_builtin).encode
 
 
-def pack(value: object) -> bytes:
+def encode(value: object) -> bytes:
     """The message. Raises InvalidRequestError for an integer of more than 64 bits, which a client sent."""
     try:
         return _encode(value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from serve_app.base.types import Accepted, TokenDelta
-from serve_app.channel.msgpack import decoder, pack
+from serve_app.channel.msgpack import decoder, encode
 
 CONNECT_S = 5.0
 """Longest time that a connection may take to be made and believed."""
@@ -128,7 +128,7 @@ _items: msgspec.msgpack.Decoder[list[Item]] = decoder(list[Item])
 
 def frame(value: Hello | list[Item] | bytes) -> bytes:
     """The value as a frame, ready to be sent."""
-    return frame_body(pack(value))
+    return frame_body(encode(value))
 
 
 def frame_body(body: bytes) -> bytes:

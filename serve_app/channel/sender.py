@@ -60,7 +60,7 @@ class Channel:
         return call
 
     def close_call(self, number: int) -> None:
-        """Nothing comes for it any more. Idempotent."""
+        """End the call: nothing comes for it any more. Idempotent."""
         call = self._calls.pop(number, None)
         with self._lock:
             self._held.pop(number, None)

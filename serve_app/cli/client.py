@@ -17,7 +17,8 @@ WITHOUT_TEXT = {"embeddings": "makes embeddings of", "rerank": "ranks", "classif
 
 
 def purpose(card: Json) -> str:
-    """What a model is made for, by its entry in /v1/models: `text` if the server says nothing else."""
+    """The use that a model is made for, by its entry in /v1/models: `text` if the server says nothing
+    else."""
     return next((name for name in card.get("capabilities") or () if name in WITHOUT_TEXT), "text")
 
 

@@ -109,7 +109,7 @@ def ps(client: Client, console: Console, *, as_json: bool) -> None:
     _print(console, view, processes(view), as_json=as_json)
 
 
-def stats(client: Client, console: Console, *, as_json: bool) -> None:
+def show_stats(client: Client, console: Console, *, as_json: bool) -> None:
     """Print the figures of a few seconds. Raises ServerError."""
     *_, view = islice(views(client), _RATE_FRAMES)
     _print(console, view, statistics(view), as_json=as_json)

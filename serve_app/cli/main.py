@@ -179,7 +179,7 @@ def serve(
 
 
 def _sources(called: typer.Context) -> dict[str, str]:
-    """What gave a parameter that is no default: the option, or the variable of the environment."""
+    """The source of a parameter that is no default: the option, or the variable of the environment."""
     sources = {}
     for parameter in called.command.params:
         name = str(parameter.name)
@@ -308,7 +308,7 @@ def stats(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) -> N
     """
     from serve_app.cli import live
 
-    live.stats(_client(url, api_key), _console(), as_json=as_json)
+    live.show_stats(_client(url, api_key), _console(), as_json=as_json)
 
 
 @app.command(rich_help_panel=_LOOK)
@@ -349,7 +349,7 @@ def usage(
     if unknown := [name for name in groups if name not in command.GROUPS]:
         _fail(f"--by: {unknown[0]!r} is none of {', '.join(command.GROUPS)}.")
     form = "csv" if as_csv else "json" if as_json else "table"
-    command.usage(_client(url, api_key), _console(), days, groups, form=form)
+    command.show_usage(_client(url, api_key), _console(), days, groups, form=form)
 
 
 keys = typer.Typer(
@@ -392,7 +392,7 @@ def create_key(
         fields["expires"] = (datetime.now(UTC) + timedelta(days)).isoformat()
     if label:
         fields["labels"] = _parse_pairs(label)
-    command.create_key(_client(url, api_key), _console(), fields)
+    command.make_key(_client(url, api_key), _console(), fields)
 
 
 @keys.command("list")
@@ -400,7 +400,7 @@ def list_keys(url: Url = _URL, api_key: ApiKey = None, as_json: AsJson = False) 
     """List all API keys with their limits. Secrets are not kept anywhere."""
     from serve_app.cli import usage as command
 
-    command.list_keys(_client(url, api_key), _console(), as_json=as_json)
+    command.show_keys(_client(url, api_key), _console(), as_json=as_json)
 
 
 @keys.command("revoke")
@@ -408,7 +408,7 @@ def revoke_key(name: KeyName, url: Url = _URL, api_key: ApiKey = None) -> None:
     """Revoke an API key that `corral keys create` made."""
     from serve_app.cli import usage as command
 
-    command.revoke_key(_client(url, api_key), _console(), name)
+    command.withdraw_key(_client(url, api_key), _console(), name)
 
 
 @keys.command("rotate")
@@ -416,7 +416,7 @@ def rotate_key(name: KeyName, url: Url = _URL, api_key: ApiKey = None) -> None:
     """Give an API key another secret, and print it. The one before is not valid any more."""
     from serve_app.cli import usage as command
 
-    command.rotate_key(_client(url, api_key), _console(), name)
+    command.renew_key(_client(url, api_key), _console(), name)
 
 
 def _parse_pairs(texts: list[str] | None) -> dict[str, str]:

@@ -32,7 +32,7 @@ class Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is to be waited for."""
+        """Returns at once: nothing is to be waited for."""
 
     def isatty(self) -> bool:
         return False

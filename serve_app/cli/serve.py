@@ -103,8 +103,8 @@ def run(
 
 
 def _forget_stdout() -> None:
-    """Nobody reads it: else Python writes the rest at its end, and fails. Source: Python's documentation,
-    "Note on SIGPIPE"."""
+    """Points stdout at nothing, as nobody reads it: else Python writes the rest at its end, and fails.
+    Source: Python's documentation, "Note on SIGPIPE"."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

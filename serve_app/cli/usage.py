@@ -17,7 +17,7 @@ GROUPS = {"key": "api_key_id", "model": "model", "endpoint": "endpoint", "batch"
 """The columns by which usage is shown, and the API's names for them."""
 
 
-def usage(
+def show_usage(
     client: Client, console: Console, days: int, groups: Sequence[str], *, form: str = "table"
 ) -> None:
     """Print what was used in so many days with today: as a `table`, `json` or `csv`. Raises ServerError."""
@@ -47,23 +47,23 @@ def usage(
     console.print(table)
 
 
-def create_key(client: Client, console: Console, fields: Json) -> None:
+def make_key(client: Client, console: Console, fields: Json) -> None:
     """Make an API key, and print it. Raises ServerError."""
     _print_secret(console, client.post("/v1/keys", fields))
 
 
-def rotate_key(client: Client, console: Console, name: str) -> None:
+def renew_key(client: Client, console: Console, name: str) -> None:
     """Give an API key another secret, and print it. Raises ServerError."""
     _print_secret(console, client.post(f"/v1/keys/{urllib.parse.quote(name, safe='')}/rotate", {}))
 
 
-def revoke_key(client: Client, console: Console, name: str) -> None:
+def withdraw_key(client: Client, console: Console, name: str) -> None:
     """Revoke an API key. Raises ServerError."""
     client.delete(f"/v1/keys/{urllib.parse.quote(name, safe='')}")
     console.print(f"{name} is not valid any more.")
 
 
-def list_keys(client: Client, console: Console, *, as_json: bool) -> None:
+def show_keys(client: Client, console: Console, *, as_json: bool) -> None:
     """Print all API keys, without their secrets. Raises ServerError."""
     page = client.get("/v1/keys")
     if as_json:

@@ -16,7 +16,7 @@ from serve_app.cluster.process import begin_replica
 from serve_app.cluster.responses import RayStore
 from serve_app.cluster.serve_handle import ServeHandle
 from serve_app.config.resolved import ResolvedModel
-from serve_app.run.ingress import IngressPlace, IngressServer, IngressSettings
+from serve_app.run.ingress import IngressPlace, IngressServer, IngressSettings, open_parts
 from serve_app.server.model_control import ModelHost
 
 _TELL_S = 2.0
@@ -57,7 +57,8 @@ class Ingress(IngressServer):
             _tell_ingresses,
             model_host,
         )
-        await self.start(models, settings, place)
+        super().__init__(await open_parts(models, settings, place))
+        await self.restore()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self.api()

@@ -16,7 +16,7 @@ from serve_app.cluster.process import begin_replica
 from serve_app.cluster.serve_handle import handle_for_now
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.preflight import require_cache
-from serve_app.run.replica.loaded_model import LoadedModel
+from serve_app.run.replica.loaded_model import LoadedModel, load_parts
 from serve_app.run.replica.on_demand import OnDemandModel
 from serve_app.run.replica.place import Gang, ReplicaPlace
 from serve_app.store.shared_entries import whole_application
@@ -59,11 +59,13 @@ class EngineReplica(LoadedModel):
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         place = process_place(keeps_texts=model.data_at_rest)
-        await self.start(model, place)
+        super().__init__(await load_parts(model, place))
 
     async def __del__(self) -> None:
-        """Serve's destructor hook; before it, Serve has let running requests finish."""
-        await self.leave()
+        """Serve's destructor hook; before it, Serve has let running requests finish. Serve also calls it
+        if the start has failed: there is nothing to give back then."""
+        if vars(self):
+            await self.leave()
 
 
 @serve.deployment
@@ -71,9 +73,10 @@ class OnDemandReplica(OnDemandModel):
     """A model that is loaded and unloaded within its process."""
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
-        place = process_place(keeps_texts=model.data_at_rest)
-        await self.start(model, place)
+        super().__init__(model, process_place(keeps_texts=model.data_at_rest))
 
     async def __del__(self) -> None:
-        """Serve's destructor hook; before it, Serve has let running requests finish."""
-        await self.leave()
+        """Serve's destructor hook; before it, Serve has let running requests finish. Serve also calls it
+        if the start has failed: there is nothing to give back then."""
+        if vars(self):
+            await self.leave()

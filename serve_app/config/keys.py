@@ -41,7 +41,7 @@ class ApiKey(BaseModel):
     cost_per_month: PositiveFloat | None = None
     """The cost by `ingress.prices`, in a month (UTC)."""
     over_budget: Literal["refuse", "background"] = "refuse"
-    """What happens to requests beyond a budget: 429, or they run behind all other requests."""
+    """The treatment of requests beyond a budget: 429, or they run behind all other requests."""
     max_prompt_tokens: PositiveInt | None = None
     """Tokens of all prompts of a request together."""
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None

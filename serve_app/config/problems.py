@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: the field, why, and where it stands."""
+"""The faults of a configuration, in words: the field, why, and where it stands."""
 
 from __future__ import annotations
 

@@ -119,10 +119,11 @@ class EngineConfig(Section):
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
     `cache_type_k`."""
-    quantization: Quantization | None = None
-    """How products are rounded further than in the file, with `backend: openvino`. `w8a8` has weights and
-    activations of 8 bits, with a scale for each row of a matrix and each token: see
-    [OpenVINO](openvino.md#weights-and-activations-of-8-bits). Default: weights as in the file."""
+    quantization: Quantization = "auto"
+    """Whether OpenVINO rounds products further than in the file. `w8a8` has weights and activations of 8
+    bits with [scales for longer groups](openvino.md#weights-and-activations-of-8-bits), and needs
+    `backend: openvino`. `none` has the file's weights. `auto` takes what is measured to be faster, with
+    `backend: auto`, and else the file's weights."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
     Chats without tools that begin with one start from there, for every client. Default: none."""
@@ -358,9 +359,9 @@ class IngressConfig(Section):
     strict: bool = False
     """Whether requests with unknown fields are refused. Otherwise these fields are ignored, and
     the header `x-corral-ignored` of the answer names them."""
-    disabled_routes: list[Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._-]+)+$")]] = []
-    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. They
-    answer 501. Default: none."""
+    disabled_routes: list[Annotated[str, Field(pattern=r"^(/|(/[A-Za-z0-9._-]+)+)$")]] = []
+    """Paths that are switched off, with all paths below them, such as `/slots` and `/metrics`. `/`
+    stands for itself only. They answer 501. Default: none."""
     allowed_hosts: list[Annotated[str, Field(pattern=_HOST_NAME)]] = []
     """Host names that clients may use besides `localhost`: `corral.example`, `*.example` for all
     below it, `*` for all. If there is a list, or if only this machine is answered, requests to

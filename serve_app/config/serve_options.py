@@ -62,7 +62,7 @@ class _PassedOn(BaseModel):
 
 
 class ActorOptions(_PassedOn):
-    """What Ray reserves for one replica: `RayActorOptionsSchema` of Ray Serve."""
+    """The resources that Ray reserves for one replica: `RayActorOptionsSchema` of Ray Serve."""
 
     KNOWN = frozenset(
         (

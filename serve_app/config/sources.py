@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 class ModelSource(Section):
-    """Where a model comes from: exactly one of `builtin`, `path`, `repo`, `url`, and `repo_id` with
+    """The source of a model: exactly one of `builtin`, `path`, `repo`, `url`, and `repo_id` with
     `filename`. Of a model in shards, the first one is named."""
 
     builtin: bool = False
@@ -76,11 +76,11 @@ class ModelSource(Section):
 
 
 class ProjectorSource(ModelSource):
-    """Where a projector comes from: the same, but for `builtin`, which is the built-in model's own."""
+    """The source of a projector: the same, but for `builtin`, which is the built-in model's own."""
 
 
 class DownloadsConfig(Section):
-    """Where each node keeps the models that it downloads."""
+    """The folder where each node keeps the models that it downloads."""
 
     folder: Path | None = None
     """The folder on each node. Default: `models` in this user's cache folder, `~/.cache/corral`."""

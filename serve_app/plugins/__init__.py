@@ -1,1 +1,1 @@
-"""What few need. A line of `serve_app.base.plugins` names each."""
+"""Plugins, which few need. A line of `serve_app.base.plugins` names each."""

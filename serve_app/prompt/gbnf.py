@@ -311,7 +311,7 @@ class _GbnfParser:
         self._at = match.end() if match else self._at
 
     def _skip_blanks(self) -> None:
-        """Within brackets, a line may end everywhere."""
+        """Skip blanks, and within brackets the ends of lines."""
         self._skip(_LINES if self._n_open else _BLANKS)
 
     def _read(self, pattern: re.Pattern[str], what: str) -> str:

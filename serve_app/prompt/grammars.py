@@ -22,8 +22,8 @@ from serve_app.prompt.tool_calls.calls import Function
 from serve_app.prompt.tool_calls.format import ThinkingPhase
 
 MAX_CHARS = 2**18
-"""The longest grammar, and the longest schemas of a request, as JSON and without what they say to people.
-llguidance takes 0.7 µs and 300 bytes for each character."""
+"""The longest grammar, and the longest schemas of a request, as JSON and without what they say to
+people. Each character takes 0.7 µs and 300 bytes of llguidance."""
 _BYTES = LLTokenizer("byte")
 """A vocabulary that can write everything."""
 
@@ -100,8 +100,8 @@ def from_tool_calls(
     loosened: Loosened = _nobody,
 ) -> str:
     """Calls of these functions, with arguments that their schemas validate: one, and with `parallel`
-    perhaps more. If they are not forced, any text may come before them, or instead of them;
-    with the schema of an `answer`, only reasoning before them, and a JSON text instead of them that it
+    perhaps more. If they are not forced, any text may come before them, or instead of them. With the
+    schema of an `answer`, only reasoning may come before them, and a JSON text instead of them that it
     validates. Of a function's schema, whatever a grammar cannot hold is loosened."""
     rules = [
         dialect.tool_format.rules(_fitting(functions, dialect, loosened), dialect.write, parallel)

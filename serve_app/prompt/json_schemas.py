@@ -31,8 +31,9 @@ character."""
 MAX_CHECKS = 300
 """The most parts of a schema that are compiled alone to find the part that cannot be."""
 _MOST_INTEGER = 10**16 - 1
-"""The largest integer where a schema has no bound of its own, with llama.cpp's 16 digits: without a bound,
-a model can go on with digits for ever. Other numbers have none: llguidance bounds none with exponents."""
+"""The largest integer where a schema has no bound of its own, with llama.cpp's 16 digits. Without a
+bound, a model can go on with digits for ever. Other numbers have none: llguidance bounds none with
+exponents."""
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")

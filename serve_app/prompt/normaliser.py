@@ -3,8 +3,8 @@
 Clients send conversations in many shapes: several system messages, neighbours of one role, an assistant
 that greets first, results of tools with text behind. Most templates take most of them. A template takes a
 shape if it renders it, with the texts of the system and the users in their order. Otherwise the
-conversation is changed into the one shape that every template takes: perhaps a system message, then turns
-of the user and the assistant in alternation, with results right behind their calls.
+conversation is changed into the one shape that every template takes. That is perhaps a system message,
+then turns of the user and the assistant in alternation, with results right behind their calls.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P?<[\w$]+>|(?!-?:)[ims]*(?:-[ims]*)?:))?")
-"""What opens a group; Python's way to name one is taken, too."""
+"""The beginning of a group; Python's way to name one is taken, too."""
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 _ESCAPE = re.compile(
     r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|u\{(?P<point>[0-9a-fA-F]{1,6})\}"

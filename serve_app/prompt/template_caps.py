@@ -119,8 +119,8 @@ def probe(render: Render, names: frozenset[str]) -> TemplateCaps:
             return ""
 
     def joint(*messages: Mapping[str, Any], **options: Any) -> str | None:
-        """What it writes between the two texts of a list; None if it takes none. It may print a list as
-        Python or JSON have it."""
+        """The text that it writes between the two texts of a list; None if it takes none. It may print
+        a list as Python or JSON have it."""
         text = prompt(messages, **options)
         found = re.search(f"{_TEXT}(.*?){_OTHER}", text, re.DOTALL)
         return found[1] if found and not _KEY.search(text) else None

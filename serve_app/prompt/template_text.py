@@ -1,10 +1,10 @@
 """A rendered chat that knows which of its characters the template wrote.
 
 A rendered chat does not show which of its words are the template's and which the users'. A template may
-cut, join and replace pieces of a user's text, and so make a control token that the user did not write in
-one piece. Every string constant of a template is therefore a `TemplateText`, and every other text counts
-as a user's. Each operation on strings keeps the origin of each character, and an operation that is not
-known here makes a user's text.
+cut, join and replace pieces of a user's text. So it may make a control token that the user did not
+write in one piece. Every string constant of a template is therefore a `TemplateText`, and every other
+text counts as a user's. Each operation on strings keeps the origin of each character, and an operation
+that is not known here makes a user's text.
 """
 
 from __future__ import annotations

@@ -247,8 +247,8 @@ class Tokenizer:
         return (*bos, prefix, *before_tokens, *said, suffix, *after_tokens, middle)
 
     def encode_infill_files(self, files: Iterable[tuple[str, str]]) -> tuple[int, ...]:
-        """The tokens that llama-server puts before such a prompt: other files, each a name and a
-        text, and the names of the repository and of the file itself, which nobody tells it."""
+        """The tokens that llama-server puts before such a prompt. They are other files, each a name and
+        a text, and the names of the repository and of the file, which nobody tells it."""
         repository, file = self.model.repository_tokens
         tokens = [] if repository is None else [repository, *self._plain("myproject\n")]
         for name, text in files:
@@ -269,10 +269,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         begun: Turn | None = None,
     ) -> TemplateText:
-        """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`, to
-        the end of the last turn; if it shall not think, reasoning that the template begins is ended.
-        `begun` is an assistant's turn whose text the answer continues. Raises InvalidRequestError if the
-        chat template takes the messages in no shape, or leaves out a user's text."""
+        """A chat as text, up to where the assistant's turn begins, or without `add_generation_prompt`,
+        to the end of the last turn. If it shall not think, reasoning that the template begins is ended.
+        `begun` is an assistant's turn whose text the answer continues. Raises InvalidRequestError if
+        the chat template takes the messages in no shape, or leaves out a user's text."""
         template = self._template_for(conversation, tools)
         names = FunctionNames.of_tools(tools)
         tools = names.rename(tools)

@@ -71,7 +71,7 @@ def settings_for(
 
 
 async def _tell_nobody() -> None:
-    """There are no other ingresses."""
+    """Tell nobody: there are no other ingresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,77 +124,123 @@ def _readable_file(model: ResolvedModel) -> ModelFile:
         return ModelFile("", model.id, n_ctx_slot, aliases=names, problem=str(error))
 
 
+@dataclass(frozen=True, slots=True)
+class IngressParts:
+    """The parts of an ingress: what reads bodies, what hears from engines, and the models."""
+
+    settings: IngressSettings
+    place: IngressPlace
+    files: dict[str, ModelFile]
+    resolved: dict[str, ResolvedModel]
+    models: dict[str, ServedModel]
+    workers: WorkerPool
+    listener: Listener
+    adapters: AdapterControl
+    watching: asyncio.Task[None]
+    """The workers' watch."""
+
+
+async def open_parts(
+    models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
+) -> IngressParts:
+    """Open the vocabularies, and start the workers. A model whose vocabulary cannot be read is left
+    out, unless it is the last one. Raises ConfigError."""
+    if settings.data_at_rest == "encrypted":
+        folder = settings.config.batch.folder
+        check_encrypted("ingress.batch.folder", folder and folder.expanduser())
+    heap.give_back()
+    files, opened = await _open_files(models, settings)
+    heap.trim()
+    workers = WorkerPool(
+        *([*files.values()], WORKER_MODULES, open_model),
+        keeps_texts=settings.keeps_texts,
+        opened=opened if place.forks_workers else None,
+        options=settings.config.serve,
+    )
+    watching = asyncio.create_task(workers.watch())
+    listener = Listener(place.node_id, place.host, reports.HERE.connection)
+    reports.HERE.address = await listener.address()
+    served: dict[str, ServedModel] = {}
+    resolved = {model.id: model for model in models}
+    adapters = AdapterControl(
+        served, resolved, workers, LoadedAdapters(place.app), place.tell_ingresses
+    )
+    handles = dict(zip(resolved, place.handles, strict=True))
+    for name in files:
+        handle = handles.get(name) or NoReplicas(opened[name].problem)
+        served[name] = _served_model(opened[name], handle, listener, adapters)
+    forget_tokenizers()
+    await adapters.look()
+    return IngressParts(
+        settings,
+        place,
+        files=files,
+        resolved=resolved,
+        models=served,
+        workers=workers,
+        listener=listener,
+        adapters=adapters,
+        watching=watching,
+    )
+
+
+async def _open_files(
+    models: Sequence[ResolvedModel], settings: IngressSettings
+) -> tuple[dict[str, ModelFile], dict[str, ModelInfo]]:
+    """The files of all models, those that can be read first, and what they tell. Raises ConfigError if
+    none can be."""
+    files: dict[str, ModelFile] = {}
+    for model in models:
+        files[model.id] = await asyncio.to_thread(_readable_file, model)
+    files |= {file.id: file for file in settings.left_out}
+    opened = {f.id: open_or_leave_out(f, open_model) for f in files.values()}
+    if models and all(info.problem for info in opened.values()):
+        raise ConfigError("; ".join(f"{info.id}: {info.problem}" for info in opened.values()))
+    # Requests without a name get the first model that is served.
+    names = sorted(opened, key=lambda name: bool(opened[name].problem))
+    return {name: files[name] for name in names}, opened
+
+
+def _served_model(
+    info: ModelInfo, handle: ReplicaHandle, listener: Listener, adapters: AdapterControl
+) -> ServedModel:
+    """A model with the way to its engines."""
+    writes = not info.problem and info.purpose == "text"
+    if writes and not info.tokenizer.has_template:
+        logger.warning("%s has no chat template. Its chats get ChatML.", info.id)
+    key = b"" if info.problem else info.tokenizer.model.vocabulary_key
+    client = HandleClient(handle, key, listener, info.id, adapters, is_on_demand=info.is_on_demand)
+    return info.served_by(client)
+
+
 class IngressServer:
     """Answers requests for all models, by their engines. Used in one event loop."""
 
-    async def start(
-        self, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
-    ) -> None:
-        """Open the vocabularies, and start the workers. A model whose vocabulary cannot be read is left
-        out, unless it is the last one. To be called first and once. Raises ConfigError."""
-        if settings.data_at_rest == "encrypted":
-            folder = settings.config.batch.folder
-            check_encrypted("ingress.batch.folder", folder and folder.expanduser())
-        heap.give_back()
-        self._settings, self._place = settings, place
-        self.open_requests = OpenRequests(settings.config.max_ongoing_requests)
-        self._files: dict[str, ModelFile] = {}
-        for model in models:
-            self._files[model.id] = await asyncio.to_thread(_readable_file, model)
-        self._files |= {file.id: file for file in settings.left_out}
-        opened = {f.id: open_or_leave_out(f, open_model) for f in self._files.values()}
-        if models and all(info.problem for info in opened.values()):
-            raise ConfigError("; ".join(f"{info.id}: {info.problem}" for info in opened.values()))
-        # Requests without a name get the first model that is served.
-        self._files = {
-            name: self._files[name]
-            for name in sorted(opened, key=lambda n: bool(opened[n].problem))
-        }
-        heap.trim()
-        self._workers = WorkerPool(
-            *([*self._files.values()], WORKER_MODULES, open_model),
-            keeps_texts=settings.keeps_texts,
-            opened=opened if place.forks_workers else None,
-            options=settings.config.serve,
-        )
-        self._tasks = [asyncio.create_task(self._workers.watch())]
-        self._listener = Listener(place.node_id, place.host, reports.HERE.connection)
-        reports.HERE.address = await self._listener.address()
-        self._models: dict[str, ServedModel] = {}
-        self._resolved = {model.id: model for model in models}
-        self._adapters = AdapterControl(
-            self._models,
-            self._resolved,
-            self._workers,
-            LoadedAdapters(place.app),
-            place.tell_ingresses,
-        )
-        handles = dict(zip(self._resolved, place.handles, strict=True))
-        for name in self._files:
-            handle = handles.get(name) or NoReplicas(opened[name].problem)
-            self._models[name] = self._served_model(opened[name], handle)
-        forget_tokenizers()
-        await self._adapters.look()
-        self._tasks.append(asyncio.create_task(self._watch()))
-        self._control = None
-        if place.model_host is not None:
-            self._control = ModelControl(self._models, self, place.model_host, place.tell_ingresses)
-            await self._control.restore()
+    def __init__(self, parts: IngressParts) -> None:
+        """The object owns the parts from now on. Call `restore` before the first request."""
+        self.open_requests = OpenRequests(parts.settings.config.max_ongoing_requests)
+        self._settings, self._place = parts.settings, parts.place
+        self._files, self._resolved, self._models = parts.files, parts.resolved, parts.models
+        self._workers, self._listener = parts.workers, parts.listener
+        self._adapters = parts.adapters
+        self._control: ModelControl | None = None
+        if (host := parts.place.model_host) is not None:
+            self._control = ModelControl(self._models, self, host, parts.place.tell_ingresses)
+        self._tasks = [parts.watching, asyncio.create_task(self._watch())]
 
-    def _served_model(self, info: ModelInfo, handle: ReplicaHandle) -> ServedModel:
-        """A model with the way to its engines."""
-        writes = not info.problem and info.purpose == "text"
-        if writes and not info.tokenizer.has_template:
-            logger.warning("%s has no chat template. Its chats get ChatML.", info.id)
-        client = HandleClient(
-            handle,
-            b"" if info.problem else info.tokenizer.model.vocabulary_key,
-            self._listener,
-            info.id,
-            self._adapters,
-            is_on_demand=info.is_on_demand,
-        )
-        return info.served_by(client)
+    @classmethod
+    async def open(
+        cls, models: list[ResolvedModel], settings: IngressSettings, place: IngressPlace
+    ) -> IngressServer:
+        """An ingress that is ready for requests. Raises ConfigError: see `open_parts`."""
+        ingress = cls(await open_parts(models, settings, place))
+        await ingress.restore()
+        return ingress
+
+    async def restore(self) -> None:
+        """Serve the models, too, that operators added before."""
+        if self._control is not None:
+            await self._control.restore()
 
     async def add(self, models: Sequence[tuple[ResolvedModel, ReplicaHandle]]) -> None:
         """Serve more models from now on. Raises ConfigError, and serves none of them then."""
@@ -204,7 +250,7 @@ class IngressServer:
                 file = await asyncio.to_thread(_vocabulary_file, model)
                 info = await asyncio.to_thread(open_model, file)
                 self._files[model.id] = file
-                served[model.id] = self._served_model(info, handle)
+                served[model.id] = _served_model(info, handle, self._listener, self._adapters)
             await self._workers.renew(list(self._files.values()))
         except BaseException:
             for model, _ in models:

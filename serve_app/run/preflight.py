@@ -1,4 +1,4 @@
-"""What this machine lacks to serve, seen before anything is started."""
+"""Finds what this machine lacks to serve, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.base.folders import cache_folder
 _SOCKET_BYTES = 107
 """The longest path of a socket. Source: unix(7)."""
 _RAYS_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-"""What Ray puts behind its temporary folder."""
+"""The path that Ray puts behind its temporary folder."""
 _TOKEN_SETTINGS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 

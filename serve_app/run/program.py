@@ -19,7 +19,7 @@ import yaml
 from serve_app.base.folders import cache_folder
 
 Content = Mapping[str, Any]
-"""What a configuration file of Serve holds."""
+"""The contents of a configuration file of Serve."""
 KEEP_ALIVE_S = 620
 """Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
 load balancers 600 s."""
@@ -61,7 +61,7 @@ def allow_most_files() -> None:
 
 
 def content_of(config: Path, **http: str | int | None) -> dict[str, Any]:
-    """What a configuration file of Serve holds, with these `http_options` that are not None."""
+    """The contents of a configuration file of Serve, with these `http_options` that are not None."""
     content: dict[str, Any] = yaml.safe_load(config.read_text())
     if given := {name: value for name, value in http.items() if value is not None}:
         content["http_options"] = (content.get("http_options") or {}) | given

@@ -57,12 +57,12 @@ def resolve(
     left_out: dict[str, str] | None = None,
     only_here: bool = False,
 ) -> list[ResolvedModel]:
-    """Decide what the configuration leaves open, from what the model files begin with and from a machine,
-    by default this one: all models must fit on it, but of those that are loaded on demand, so many at
-    once. `more_may_come` keeps places for as many. The first `n_resolved` models take their places only,
-    and are not in the result. With `left_out`, a model whose files cannot be used is not in the result
-    either, and the reason is put there. With `only_here`, no replica runs on another machine, which may
-    have files that this one lacks. Raises ConfigError that names the model."""
+    """Decide what the configuration leaves open, from what the model files begin with and from a
+    machine, by default this one. All models must fit on it, but of those that are loaded on demand, so
+    many at once. `more_may_come` keeps places for as many. The first `n_resolved` models take their
+    places only, and are not in the result. With `left_out`, a model whose files cannot be used is not
+    in the result either, and the reason is put there. With `only_here`, no replica runs on another
+    machine, which may have files that this one lacks. Raises ConfigError that names the model."""
     here = here or machine.read_machine()
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
@@ -70,7 +70,7 @@ def resolve(
     divided = any(map(names_its_share, models))
     shares = plan.shares(here, n_places, divided=divided)
     always, when_asked_for = iter(shares[n_at_once:]), itertools.cycle(shares[:n_at_once])
-    found: dict[int, _Found] = {}
+    candidates: dict[int, _Candidate] = {}
     needs: list[sizing.Need] = []
     for i, model in enumerate(models):
         share = next(always if model.keep_alive is None else when_asked_for)
@@ -80,9 +80,11 @@ def resolve(
         if names_its_share(model):
             share = plan.whole_share(here, n_places)
         try:
-            one = _find(model, share, here.memory_bytes // n_places, downloads, only_here=only_here)
-            needs.append(_need(one, here))
-            found[i] = one
+            candidate = _find(
+                model, share, here.memory_bytes // n_places, downloads, only_here=only_here
+            )
+            needs.append(_need(candidate, here))
+            candidates[i] = candidate
         except (ConfigError, OSError) as error:
             if left_out is None or not isinstance(error, _FileError):
                 raise ConfigError(f"models ({model.id}): {error}") from None
@@ -93,11 +95,11 @@ def resolve(
         for n_bytes in (here.memory_bytes, here.total_bytes)
     )
     resolved = []
-    for i, one in found.items():
+    for i, candidate in candidates.items():
         try:
-            undecided = _resolve(one, here, downloads, free[i], total[i])
+            undecided = _resolve(candidate, here, downloads, free[i], total[i])
         except ConfigError as error:
-            raise ConfigError(f"models ({one.model.id}): {error}") from None
+            raise ConfigError(f"models ({candidate.model.id}): {error}") from None
         on_demand = undecided.on_demand
         if on_demand is not None:
             n_processes = max(n_on_demand, 2 * MOST_ADDED) if more_may_come else n_on_demand
@@ -168,8 +170,8 @@ class _FileError(ConfigError):
 
 
 @contextmanager
-def _files() -> Iterator[None]:
-    """Within this, files of a model are looked up and read. Raises _FileError."""
+def _file_errors() -> Iterator[None]:
+    """A block that looks up and reads files of a model. Raises _FileError."""
     try:
         yield
     except (ConfigError, OSError) as error:
@@ -184,7 +186,7 @@ def names_its_share(model: ModelConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Candidate:
     """A model with what its files tell, and its share of the cores."""
 
     model: ModelConfig
@@ -193,7 +195,7 @@ class _Found:
     source: ModelSource
     projector: ProjectorSource | None
     needs: ModelNeeds | None
-    """None if the files are on other machines only."""
+    """The model's needs; None if the files are on other machines only."""
     adapters: tuple[AdapterConfig, ...]
     draft: ModelSource | None
 
@@ -205,32 +207,32 @@ def _find(
     downloads: DownloadsConfig,
     *,
     only_here: bool,
-) -> _Found:
-    """What the model's files tell. Raises ConfigError and OSError."""
+) -> _Candidate:
+    """The figures that the model's files tell. Raises ConfigError and OSError."""
     stages = model.engine.stages
     if stages == "auto":
-        with _files():
+        with _file_errors():
             stages = _fewest_stages(model, memory_bytes, downloads)
     if stages > 1:
         engine = model.engine.model_copy(update={"backend": "openvino", "stages": stages})
         model = model.model_copy(update={"engine": engine})
         share = replace(share, n_replicas=stages, reason=f"there are {stages} stages")
-    with _files():
+    with _file_errors():
         source, projector, needs = _look_up(model, downloads, only_here=only_here)
         adapters = tuple(pinned_adapter(one, downloads) for one in model.adapters)
         draft = pinned_source("engine.draft", draft_source(model), downloads)
     if stages > 1:
         needs = needs and replace(needs, weight_bytes=needs.weight_bytes // stages)
-    return _Found(model, share, stages, source, projector, needs, adapters, draft)
+    return _Candidate(model, share, stages, source, projector, needs, adapters, draft)
 
 
-def _need(found: _Found, here: Machine) -> sizing.Need:
+def _need(candidate: _Candidate, here: Machine) -> sizing.Need:
     """The memory that all replicas of the model on this machine can use. Raises ConfigError."""
-    if found.needs is None or found.stages > 1:
+    if candidate.needs is None or candidate.stages > 1:
         return sizing.UNKNOWN
-    _, reserved, n_together = _reserve(found.model, found.share, here)
-    cores = _cores(found.model.engine, found.share, here, reserved)
-    return sizing.need(found.model.engine, found.needs, cores=cores, n_replicas=n_together)
+    _, reserved, n_together = _reserve(candidate.model, candidate.share, here)
+    cores = _cores(candidate.model.engine, candidate.share, here, reserved)
+    return sizing.need(candidate.model.engine, candidate.needs, cores=cores, n_replicas=n_together)
 
 
 def _divide(
@@ -251,11 +253,20 @@ def _divide(
 
 
 def _resolve(
-    found: _Found, here: Machine, downloads: DownloadsConfig, memory_bytes: int, total_bytes: int
+    candidate: _Candidate,
+    here: Machine,
+    downloads: DownloadsConfig,
+    memory_bytes: int,
+    total_bytes: int,
 ) -> ResolvedModel:
     """Raises ConfigError. `memory_bytes` are free for the model's replicas here, of `total_bytes` that they
     may take when those before them are gone."""
-    model, share, needs, stages = found.model, found.share, found.needs, found.stages
+    model, share, needs, stages = (
+        candidate.model,
+        candidate.share,
+        candidate.needs,
+        candidate.stages,
+    )
     if stages == 1 and needs is not None:
         share = _with_room(model, share, needs, total_bytes)
     num_cpus, reserved, n_together = _reserve(model, share, here)
@@ -272,7 +283,7 @@ def _resolve(
         aliases=tuple(model.aliases),
         tags=tuple(model.tags),
         defaults=model_defaults(model.defaults),
-        source=found.source,
+        source=candidate.source,
         downloads=downloads,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
@@ -283,9 +294,9 @@ def _resolve(
         num_cpus=num_cpus,
         place_cpus=share.place_cpus,
         memory_shares=sizing.shares_of_memory(model.engine),
-        adapters=found.adapters,
-        projector=found.projector,
-        draft=found.draft,
+        adapters=candidate.adapters,
+        projector=candidate.projector,
+        draft=candidate.draft,
         waits_for_requests=model.keep_alive is not None
         or model.serve.scaling_bound("min_replicas") == 0,
         on_demand=None
@@ -295,8 +306,9 @@ def _resolve(
 
 
 def _fewest_stages(model: ModelConfig, memory_bytes: int, downloads: DownloadsConfig) -> int:
-    """The fewest stages that hold a model with the caches of all their engines, each on a node of its own:
-    the smallest node of Ray, or a machine with so much memory if Ray does not run. Raises ConfigError."""
+    """The fewest stages that hold a model with the caches of all their engines, each on a node of its
+    own. The node is the smallest one of Ray, or a machine with so much memory if Ray does not run.
+    Raises ConfigError."""
     source = store.pin_source(model.source, downloads)
     opened = Model(store.vocabulary(source, downloads), vocab_only=True)
     reserved = model.serve.num_cpus
@@ -335,8 +347,8 @@ def _with_room(model: ModelConfig, share: Share, needs: ModelNeeds, total_bytes:
 
 
 def _reserve(model: ModelConfig, share: Share, here: Machine) -> tuple[float, float, int]:
-    """The CPUs that Ray reserves for a replica unless the deployment says otherwise, those that it does
-    reserve, and how many replicas may run here at once. Raises ConfigError."""
+    """The CPUs that Ray reserves for a replica unless the deployment says otherwise, and those that it
+    does reserve. The third is how many replicas may run here at once. Raises ConfigError."""
     num_cpus = _num_cpus(model, share, here)
     configured = model.serve.num_cpus
     reserved = num_cpus if configured is None else configured

@@ -176,10 +176,10 @@ def divide(memory_bytes: int, needs: Sequence[Need]) -> list[int]:
     """Each model's part of the memory: what it needs, or an equal part of what those leave that need less.
     An UNKNOWN need is an equal part of all. What is left over goes to those that can use it. Pure."""
     of_all = memory_bytes // max(1, len(needs))
-    wanted = [of_all if n_bytes == math.inf else int(n_bytes) for n_bytes, _ in needs]
+    needed = [of_all if n_bytes == math.inf else int(n_bytes) for n_bytes, _ in needs]
     parts, left = [0] * len(needs), memory_bytes
-    for n, i in enumerate(sorted(range(len(needs)), key=wanted.__getitem__)):
-        parts[i] = min(wanted[i], left // (len(needs) - n))
+    for n, i in enumerate(sorted(range(len(needs)), key=needed.__getitem__)):
+        parts[i] = min(needed[i], left // (len(needs) - n))
         left -= parts[i]
     growing = [i for i, (_, grows) in enumerate(needs) if grows]
     for i in growing:
@@ -188,8 +188,8 @@ def divide(memory_bytes: int, needs: Sequence[Need]) -> list[int]:
 
 
 def fitting_replicas(config: EngineConfig, needs: ModelNeeds, most: int, memory_bytes: int) -> int:
-    """How many of `most` replicas so much memory has room for, each with the slots and the tokens that the
-    configuration says, or the fewest that it should have; at least 1."""
+    """How many of `most` replicas so much memory has room for, at least 1. Each has the slots and the
+    tokens that the configuration says, or the fewest that it should have."""
     n_slots, n_tokens = fewest_tokens(config, needs.n_ctx_train)
     cache_bytes = CacheNeeds.of(config, needs).n_bytes(n_slots, n_tokens)
     shared = needs.shared_bytes(config.load_mode)
@@ -307,8 +307,8 @@ def _longest_text(config: EngineConfig, n_ctx_train: int, left: int) -> int:
 def _pool(
     n_ctx_slot: int, cores: int, cache: CacheNeeds, room: float, n_pinned: int
 ) -> tuple[int | None, int | None]:
-    """Slots that share the tokens for which so many bytes have room, and these tokens, where one request
-    may be longer than all can be at once; None and None where each slot has room. Each has its default
+    """Slots that share the tokens for which so many bytes have room, and these tokens. One request may
+    be longer than all can be at once; None and None where each slot has room. Each has its default
     share."""
     most = _slots_for(cores) + n_pinned
     n_ctx = most * cache.n_tokens(room / most)

@@ -67,7 +67,7 @@ class ModelHost(Protocol):
 
 
 class Registry(Protocol):
-    """What an ingress serves."""
+    """The models that an ingress serves."""
 
     async def add(self, models: Sequence[Started]) -> None:
         """Serve more models from now on. Raises ConfigError, and serves none of them then."""
@@ -358,7 +358,7 @@ def _change_entry(entry: Entry, changes: Mapping[str, Any]) -> Entry:
 
 
 def _sources(model: ResolvedModel) -> list[ModelSource]:
-    """What a model needs and is downloaded."""
+    """The sources of a model that are downloaded."""
     adapters = (adapter.source for adapter in model.adapters)
     sources = (model.source, model.projector, model.draft, *adapters)
     return [source for source in sources if source and not source.builtin and not source.path]

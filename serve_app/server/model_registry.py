@@ -218,8 +218,8 @@ class ModelInfo:
 
     @property
     def purpose(self) -> Purpose:
-        """What the model's file says that it is for: an encoder, or one with a kind of pooling, is not made
-        to write text."""
+        """The use of the model, by its file. An encoder, or a file that names a kind of pooling, is not
+        made to write text."""
         if self.problem:
             return "text"
         if self.tokenizer.has_classifier:

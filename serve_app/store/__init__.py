@@ -1,1 +1,1 @@
-"""Where model files come from, and how they get onto this node: names, downloads, a bounded folder."""
+"""The way of model files from their origin onto this node: names, downloads, a bounded folder."""

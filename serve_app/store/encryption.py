@@ -56,7 +56,7 @@ def _has_policy(folder: Path) -> bool:
 
 
 class Mount(NamedTuple):
-    """What is mounted where a folder lies."""
+    """The file system that is mounted where a folder lies."""
 
     number: str
     """The device's, as `major:minor`."""

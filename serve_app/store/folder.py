@@ -27,14 +27,14 @@ class ModelsFolder(BoundedFolder):
 
     @property
     def listings(self) -> Path:
-        """Where listings of repositories are kept."""
+        """The folder of listings of repositories."""
         return self.path / ".names"
 
     def of(self, model: RemoteModel) -> Path:
         return self.path / model.folder
 
     def file(self, model: RemoteModel, file: RemoteFile) -> Path:
-        """Where a file of a model is while others of it are still to come."""
+        """The place of a file of a model while others of it are still to come."""
         return self._part(model) / "files" / file.name
 
     def coming(self, model: RemoteModel) -> Path:

@@ -29,8 +29,9 @@ logger = logging.getLogger("corral.store")
 
 
 def locate(source: ModelSource, configured: DownloadsConfig, report: Report) -> Path:
-    """The model's file, or the first of its shards, on this node, where it stays while this process lives;
-    downloaded first if it has to be: `report` is told how far it is. Raises ConfigError."""
+    """The model's file, or the first of its shards, on this node, where it stays while this process
+    lives. The file is downloaded first if it has to be: `report` is told how far it is. Raises
+    ConfigError."""
     if source.builtin:
         return _in_package(source)
     if source.path is not None:
@@ -57,8 +58,8 @@ def delete(model: RemoteModel, configured: DownloadsConfig) -> None:
 
 
 def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
-    """A file with the model's metadata and vocabulary, to be opened with `vocab_only`. Of a model that is
-    downloaded, it has a hole where the weights would be, and only its first megabytes are read from the
+    """A file with the model's metadata and vocabulary, to be opened with `vocab_only`. Of a model that
+    is downloaded, it has a hole where the weights would be. Only its first megabytes are read from the
     origin, unless they are here. Raises ConfigError."""
     if source.builtin:
         return _in_package(source)
@@ -83,7 +84,7 @@ def vocabulary(source: ModelSource, configured: DownloadsConfig) -> Path:
 
 
 def pin_source(source: ModelSource, configured: DownloadsConfig) -> ModelSource:
-    """A source of which every node gets the same bytes: at the commit that it is now, if it is a
+    """A source of which every node gets the same bytes. It is at the commit that it has now, if it is a
     repository that can be asked. Raises ConfigError."""
     name = _hub_name(source)
     if name is None:

@@ -28,7 +28,7 @@ OnBytes = Callable[[int], None]
 
 
 class UnreachableError(ConfigError):
-    """Nobody answers where the files come from; another time may be better."""
+    """The origin of the files does not answer; another time may be better."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from serve_app.config.sources import AdapterConfig
 
 _TELL_EVERY_S = 1.0
 _STALE_S = 10.0
-"""What was not told anew for so long is of a replica that is gone. Clocks of nodes may differ by less."""
+"""The seconds after which an entry that was not told anew is of a replica that is gone. Clocks of nodes
+may differ by less."""
 MOST_ADDED = 32
 """Models that may be added: each has a process, also while it is not loaded."""
 MOST_ADAPTERS = 64
@@ -257,8 +258,8 @@ def whole_application(name: str) -> str:
 async def publish_progress(
     app: str, deployment: str, replica_id: str, node_id: str
 ) -> AsyncIterator[Report]:
-    """Let everybody know, every second until the end of the block, how far this replica is with its model:
-    no replica answers before it has one. Raises nothing of Ray's."""
+    """Let everybody know, every second until the end of the block, how far this replica is with its
+    model. No replica answers before it has one. Raises nothing of Ray's."""
     key = _fetching(app, deployment) + replica_id
     latest: Stage | None = None
     enough = asyncio.Event()

@@ -55,6 +55,7 @@ LEFT_OUT: Mapping[str, str] = {
     "git": "downloads the source",
     "make": "takes minutes, or is what runs this test",
     "pip": "installs packages",
+    "python3 docs/examples": "needs a server of three models; tests/e2e/clients starts one",
     "python3 -m venv": "wants packages from an index; tests/e2e/cli installs the wheel without one",
     "~/corral/bin": "is the reader's; tests/e2e/cli installs the wheel elsewhere",
     "pre-commit": "changes the reader's checkout",

@@ -22,6 +22,8 @@ PARTICIPLE = re.compile(
 )
 NO_PARTICIPLES = frozenset({"embed", "shutdown", "speed"})
 """Verbs and nouns that look like participles."""
+SHARED_NAMES = frozenset({"main", "parse_args"})
+"""The functions that each program has: where it begins, and what reads its arguments."""
 MOST_ARGUMENTS = 7
 """The most arguments of a constructor in the engine and its kernels."""
 ENGINE = ("engine", "llama", "openvino")
@@ -32,6 +34,12 @@ LEADING = re.compile(
     r"|\.\.\."
 )
 """The first words of a docstring that lacks its subject."""
+PRONOUN = re.compile(
+    r"(What|Who|Nobody|Nothing|Neither|Others|There|Where|When|While|If|Within|Only|To|"
+    r"None(?! means)|All (that|of|in|from|but|else))\b"
+)
+MOST_PRONOUNS = 18
+"""How many docstrings still begin with a pronoun or a clause, and not with a noun or a verb."""
 
 
 def part(path: Path) -> str:
@@ -101,6 +109,15 @@ def bare_participles(source: str) -> list[tuple[int, str]]:
     ]
 
 
+def module_functions(source: str) -> list[str]:
+    """The names of a module's own functions."""
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
 def long_constructors(source: str) -> list[tuple[int, int]]:
     """The constructors that take too many arguments besides `self`."""
     findings = []
@@ -156,6 +173,23 @@ def test_functions_are_named_by_verbs_or_nouns() -> None:
     assert found == {("json_schemas.py", "_required")}
 
 
+def test_no_function_has_the_name_of_two_others() -> None:
+    """Methods do not count: a class, a protocol or a base class says what they are of."""
+    places = defaultdict[str, set[str]](set)
+    for path in MODULES:
+        for name in module_functions(path.read_text()):
+            places[name].add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(paths) for name, paths in places.items() if len(paths) > 2}
+    assert shared.keys() == SHARED_NAMES, shared
+
+
+def test_generation_names_one_thing() -> None:
+    """The class of prepared bodies, and the fields and variables that have one."""
+    functions = {name for path in MODULES for name in module_functions(path.read_text())}
+    assert "generation" not in functions | {path.stem for path in MODULES}
+    assert [path.parent.name for path in class_places()["Generation"]] == ["answering"]
+
+
 def test_bare_participles_are_found() -> None:
     source = "def held(): ...\nclass C:\n    def _joined(self): ...\n    def embed(self): ...\n"
     assert bare_participles(source) == [(1, "held"), (3, "_joined")]
@@ -164,6 +198,17 @@ def test_bare_participles_are_found() -> None:
 def test_docstrings_without_a_subject_are_found() -> None:
     source = '"""Of a row."""\nx = 1\n"""Whether it ends, ..."""\ndef f(): "Return the item."\n'
     assert fragments(source) == [(1, "Of a row."), (3, "Whether it ends, ...")]
+
+
+def test_few_docstrings_begin_with_a_pronoun() -> None:
+    """Lower the number when you rewrite one."""
+    found = [
+        f"{path.relative_to(ROOT)}:{text.lineno}: {str(text.value)[:60]!r}"
+        for path in MODULES
+        for text in docstrings(ast.parse(path.read_text()))
+        if PRONOUN.match(str(text.value).strip())
+    ]
+    assert len(found) <= MOST_PRONOUNS, found
 
 
 def test_vague_names_that_live_long_are_found() -> None:

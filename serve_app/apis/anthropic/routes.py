@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from serve_app.apis.anthropic import preparation
 from serve_app.apis.anthropic.preparation import AnthropicErrorResponse, Messages
 from serve_app.apis.anthropic.serving import MessageAnswer
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.preparation import PromptLength
 from serve_app.server.http.dependencies import ModelsArgument, prepare_with
 from serve_app.server.http.description import CHAT, SHORT_CHAT, STREAMED, api_router
@@ -32,7 +32,7 @@ async def messages(
     plan = message.chat.generation
     model = find(models, plan.model)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    parser = generation.output_parser(model, message.chat)
+    parser = streaming.output_parser(model, message.chat)
     n_prompt = len(message.chat.prompt)
     answer = MessageAnswer(answer_id, model.id, n_prompt, parser, message.shows_reasoning)
     return await answer.respond(model, plan, answer_id)
@@ -44,4 +44,4 @@ async def count_tokens(
     length: Annotated[PromptLength, prepare_with(preparation.count_tokens, example=CHAT)],
 ) -> dict[str, int]:
     """The tokens of the prompt that a message would be answered from."""
-    return {"input_tokens": await generation.n_tokens(models, length)}
+    return {"input_tokens": await streaming.n_tokens(models, length)}

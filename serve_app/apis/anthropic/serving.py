@@ -15,7 +15,7 @@ from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
 from serve_app.prompt.conversation import json_object
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.answers import ProtocolAnswer
 from serve_app.server.http import sse
 from serve_app.server.http.errors import ErrorShape, cut
@@ -53,7 +53,7 @@ class MessageAnswer(ProtocolAnswer):
     def events(self, index: int, delta: TokenDelta) -> list[Json]:
         """The events of a delta. Those of the last delta tell the end."""
         events: list[Json] = []
-        for part in generation.parts(self.parser, delta):
+        for part in streaming.parts(self.parser, delta):
             if isinstance(part, ToolCall | CallPiece):
                 events += self._call(part)
             elif isinstance(part, str):

@@ -1,4 +1,4 @@
-"""What is asked of a recognizer of speech that is no language model, and what it hears."""
+"""The request to a recognizer of speech that is no language model, and its answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeardWord(msgspec.Struct, frozen=True):
 
 
 class HeardSegment(msgspec.Struct, frozen=True):
-    """What was said without a pause."""
+    """Speech without a pause."""
 
     start: float
     end: float

@@ -171,5 +171,5 @@ def _chat(model: ModelInfo, request: TranscriptionRequest, n: int, translates: b
     if prompt.count(MEDIUM) != 1:
         raise InvalidRequestError("The model's chat template does not keep sounds.", "file")
     sampling = preparation.chat_sampling(model, body, prompt)
-    made = preparation.generation(model, body, [prompt] * n, 1, sampling, "prompt")
+    made = preparation.make_generation(model, body, [prompt] * n, 1, sampling, "prompt")
     return Chat(made, [], thinks=True)

@@ -22,10 +22,10 @@ from serve_app.apis.audio.preparation import MAX_FILE_BYTES, PreparedWindows, Wi
 from serve_app.base.errors import InvalidRequestError, KeyLimitError, RateLimitError
 from serve_app.base.types import TokenDelta
 from serve_app.server.access.bodies import BodyLimits, BodyReader
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.answers import EventAnswer
-from serve_app.server.answering.generation import Deltas
 from serve_app.server.answering.preparation import Chat
+from serve_app.server.answering.streaming import Deltas
 from serve_app.server.http import request_context, sse
 from serve_app.server.http.dependencies import Bodies
 from serve_app.server.http.request_context import Caller
@@ -117,7 +117,7 @@ class Segment:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     heard: HeardSegment | None = None
-    """What Whisper tells of it."""
+    """Whisper's figures of it."""
 
     def as_json(self, number: int, temperature: float) -> Json:
         """The segment in OpenAI's form. Only Whisper tells whether there was speech."""
@@ -168,10 +168,10 @@ class Transcript(EventAnswer):
         else:
             plan = group.chat.generation
             model, answer_id = find(self._models, plan.model), f"{self._id}-{next(self._numbers)}"
-            requests = await generation.requests(model, answer_id, plan) if group.windows else []
+            requests = await streaming.requests(model, answer_id, plan) if group.windows else []
             pairs = zip(requests, group.windows, strict=True)
             heard = [dataclasses.replace(one, media=(window.sound,)) for one, window in pairs]
-            self._deltas = await generation.start(model, heard)
+            self._deltas = await streaming.start(model, heard)
         self.group = group
 
     async def texts(self) -> AsyncGenerator[str]:
@@ -230,14 +230,14 @@ class Transcript(EventAnswer):
         segments = [Segment(window.start_s, window.end_s) for window in self.group.windows]
         self._segments += segments
         model = find(self._models, chat.generation.model)
-        parsers = [generation.output_parser(model, chat) for _ in segments]
+        parsers = [streaming.output_parser(model, chat) for _ in segments]
         waiting, current = [deque[TokenDelta]() for _ in segments], 0
         async with aclosing(self._deltas):
             async for index, delta in self._deltas:
                 waiting[index].append(delta)
                 while current < len(waiting) and waiting[current]:
                     delta, segment = waiting[current].popleft(), segments[current]
-                    parts = generation.parts(parsers[current], delta)
+                    parts = streaming.parts(parsers[current], delta)
                     texts = [part for part in parts if isinstance(part, str)]
                     if text := self._add(segment, texts):
                         yield text

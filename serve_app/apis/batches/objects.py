@@ -29,7 +29,7 @@ ENDED = ("failed", "completed", "expired", "cancelled")
 
 
 class ExpiresAfter(RequestModel):
-    """When a batch's files are deleted by themselves."""
+    """The time when a batch's files are deleted by themselves."""
 
     anchor: Literal["created_at"] = "created_at"
     seconds: Annotated[int, Field(ge=3600, le=2_592_000)]

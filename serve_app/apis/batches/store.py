@@ -137,7 +137,7 @@ class BatchStore:
     # -- files ------------------------------------------------------------------------------------
 
     def path(self, file_id: str) -> Path:
-        """Where a file's contents are, whose id is in the store."""
+        """The place of a file's contents, whose id is in the store."""
         return self.folder / "files" / file_id
 
     def check_room(self, owner: str) -> None:

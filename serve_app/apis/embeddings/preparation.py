@@ -132,7 +132,8 @@ class EmbeddingsRequest(TextsRequest):
     embd_normalize: Annotated[int, Field(ge=-1, le=100)] = 2
     """-1 for no normalisation; 0 for the largest number as 32760, 2 for length 1, others for p-norms."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     prompt_name: str | None = None
     """Sentence Transformers': the instruction before each text, of the model's `defaults.prompts`."""
     input_type: str | None = None
@@ -180,7 +181,8 @@ class CohereEmbedRequest(ModelledRequest):
     embedding_types: list[EmbeddingType] | None = None
     """The forms of the vectors; `float` by default."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """The tokens of each text that are kept."""
     truncate: Literal["NONE", "START", "END"] = "END"
@@ -381,7 +383,8 @@ def cohere_embed(models: Models, request: CohereEmbedRequest) -> TextsToEmbed:
     instruction = _prompt(model, None, request.input_type)
     made = to_embed(model, prompts, "texts", instruction, cut=request.cut)
     types = tuple(dict.fromkeys(request.embedding_types or ["float"]))
-    return replace(made, dimensions=request.output_dimension, types=types)
+    sent = tuple(request.texts or ())
+    return replace(made, dimensions=request.output_dimension, types=types, sent=sent)
 
 
 def _prompt(model: ModelInfo, name: str | None, hint: str | None = None) -> str:
@@ -527,6 +530,7 @@ def cohere_answer(models: Models, body: bytes) -> bytes:
         {
             "id": str(uuid.uuid4()),
             "embeddings": embeddings,
+            "texts": result.sent,
             "response_type": "embeddings_by_type",
             "meta": cohere_meta(input_tokens=result.n_tokens),
         }

@@ -34,7 +34,7 @@ _Figure = tuple[str, str, float, str]
 """A metric's name, kind, value and meaning."""
 
 
-def render(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
+def render_as_llama_server(replicas: Sequence[ReplicaStats], n_missing: int) -> bytes:
     """A model's metrics in Prometheus's text format, summed over the replicas but for `n_missing`."""
     total = _totals(replicas)
     prompt_tokens, prompt_s = total("tokens.prompt_tokens"), total("requests.prefill_s")

@@ -55,7 +55,7 @@ class PreparedLlamaCompletion:
     """The triggers of the grammar, as the request has them."""
 
 
-def completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
+def llama_completion(models: Models, request: LlamaCompletionRequest) -> PreparedLlamaCompletion:
     """POST /completion. Raises CorralError."""
     model = find(models, request.model)
     if isinstance(request.prompt, MediaPrompt):
@@ -82,7 +82,7 @@ def _completion(
     sampling, n = _with_triggers(model, request), request.n_answers
     fields = request.response_fields
     return PreparedLlamaCompletion(
-        preparation.generation(model, request, prompts, n, sampling, "prompt", media),
+        preparation.make_generation(model, request, prompts, n, sampling, "prompt", media),
         tuple(model.tokenizer.decode(prompt, special=True) for prompt in prompts),
         is_batch,
         request.return_tokens,
@@ -139,7 +139,7 @@ def tokenize(models: Models, request: AnyTokenizeRequest) -> bytes:
         return encode_json({"tokens": tokens})
     pieces = [(token, tokenizer.piece(token, special=True)) for token in tokens]
     return encode_json(
-        {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pieces]}
+        {"tokens": [{"id": token, "piece": _encode_piece(piece)} for token, piece in pieces]}
     )
 
 
@@ -162,7 +162,7 @@ def _tokens_as_vllm(model: ModelInfo, request: TokenizePrompt | TokenizeChat) ->
     )
 
 
-def _piece(piece: bytes) -> str | list[int]:
+def _encode_piece(piece: bytes) -> str | list[int]:
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -61,7 +61,7 @@ class LlamaParams(GenerationParams):
     return_tokens: bool = False
     """Whether to give the generated token ids."""
     response_fields: Annotated[list[str], Field(max_length=256)] | None = None
-    """Only these fields of the answer; `a/b` is the field b of a, put beside the others."""
+    """The only fields of the answer; `a/b` is the field b of a, put beside the others."""
     grammar_lazy: bool = False
     """Whether the text is free until one of `grammar_triggers` appears, with which the grammar begins."""
     grammar_triggers: Annotated[tuple[GrammarTrigger, ...], Field(max_length=64)] = ()
@@ -143,7 +143,7 @@ class InfillRequest(LlamaParams):
     input_suffix: str
     """The text after."""
     prompt: str = ""
-    """More text before the answer."""
+    """Text that also comes before the answer."""
     input_extra: list[InfillFile] | None = None
     """Other files that help, the most important one last: of all that does not fit, the beginning is left
     out."""

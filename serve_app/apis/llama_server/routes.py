@@ -226,7 +226,8 @@ async def completion(
     body: Annotated[
         PreparedLlamaCompletion,
         prepare_with(
-            preparation.completion, example={"prompt": "The capital of Portugal is", "n_predict": 8}
+            preparation.llama_completion,
+            example={"prompt": "The capital of Portugal is", "n_predict": 8},
         ),
     ],
 ) -> Response:
@@ -278,7 +279,7 @@ async def detokenize(
 
 @ROUTER.get("/tokenizer_info")
 async def tokenizer_info(models: ModelsArgument, model: str | None = None) -> dict[str, Any]:
-    """What vLLM tells of a tokenizer, by the names of transformers."""
+    """A tokenizer's properties, as vLLM tells them by the names of transformers."""
     served = find(models, model)
     tokenizer = served.tokenizer
     template = tokenizer.chat_template
@@ -369,7 +370,7 @@ async def metrics(models: ModelsArgument, model: str | None = None) -> Response:
     served = find(models, model)
     answers = await served.engine.stats()
     own = llama_metrics.visible(await asyncio.to_thread(exposition))
-    text = llama_metrics.render(answers.found, len(answers.missing))
+    text = llama_metrics.render_as_llama_server(answers.found, len(answers.missing))
     text += llama_metrics.render_as_vllm(served.id, answers.found, own) + own
     began = {"Process-Start-Time-Unix": str(int(_STARTED_S))}
     return Response(text, headers=began, media_type=CONTENT_TYPE_LATEST)

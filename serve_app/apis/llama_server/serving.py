@@ -131,7 +131,7 @@ class LlamaChoice:
         return logprobs.entries(tokens, piece, shares=shares, with_ids=True)
 
     def _select_fields(self, answer: Json) -> Json:
-        """Only the `response_fields`, if the request names some."""
+        """The answer, or only its `response_fields`, if the request names some."""
         if self.completion.response_fields is None:
             return answer
         fields: Json = {}

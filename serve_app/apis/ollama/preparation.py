@@ -56,7 +56,7 @@ class OllamaLoad(msgspec.Struct, frozen=True, tag=True):
     reason: Literal["load", "unload"]
 
 
-class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
+class PreparedOllamaAnswer(msgspec.Struct, frozen=True, tag=True):
     """The prepared request for an answer."""
 
     name: str
@@ -67,7 +67,7 @@ class OllamaGeneration(msgspec.Struct, frozen=True, tag=True):
     """Whether the answer tells the conversation's tokens."""
 
 
-def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | OllamaLoad:
+def prepare_chat(models: Models, request: OllamaChatRequest) -> PreparedOllamaAnswer | OllamaLoad:
     """POST /api/chat. Raises CorralError."""
     turns = [message.as_turn() for message in request.messages]
     model = find(models, request.model)
@@ -82,10 +82,10 @@ def chat(models: Models, request: OllamaChatRequest) -> OllamaGeneration | Ollam
             raise
         fitting = _last_turns(model, request, translated, turns)
         prepared = preparation.prepare_chat(model, fitting, 1, "messages")
-    return _generation(model, request, prepared, context=False)
+    return _prepare_answer(model, request, prepared, context=False)
 
 
-def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration | OllamaLoad:
+def generate(models: Models, request: OllamaGenerateRequest) -> PreparedOllamaAnswer | OllamaLoad:
     """POST /api/generate. Raises CorralError."""
     model = find(models, request.model)
     if not request.prompt:
@@ -101,17 +101,17 @@ def generate(models: Models, request: OllamaGenerateRequest) -> OllamaGeneration
         )
     _check_thinking(model, request)
     if request.suffix:
-        return _generation(model, request, _infill(model, request), context=False)
+        return _prepare_answer(model, request, _infill(model, request), context=False)
     if request.raw:
         encode = model.tokenizer.encode
         prompt = tokenize_checked(model, "prompt", len(request.prompt), encode, request.prompt)
         prepared = _chat_of_tokens(model, request, request.as_completion(), prompt, thinks=False)
-        return _generation(model, request, prepared, context=False)
+        return _prepare_answer(model, request, prepared, context=False)
     translated = request.as_chat(_turns(request), [], can_think=model.tokenizer.thinks)
     prompt, media = preparation.chat_with_media(model, translated, "images")
     prompt = _after_context(model, request, prompt)
     prepared = _chat_of_tokens(model, request, translated, prompt, thinks=True, media=media)
-    return _generation(model, request, prepared, context=not media)
+    return _prepare_answer(model, request, prepared, context=not media)
 
 
 def _load_order(model: ModelInfo, request: OllamaRequest) -> OllamaLoad:
@@ -123,11 +123,11 @@ def _name(model: ModelInfo, request: OllamaRequest) -> str:
     return full_name(model.id) if request.model is None else request.model
 
 
-def _generation(
+def _prepare_answer(
     model: ModelInfo, request: OllamaRequest, prepared: Chat, *, context: bool
-) -> OllamaGeneration:
+) -> PreparedOllamaAnswer:
     shows_thinking = request.think is not False
-    return OllamaGeneration(_name(model, request), prepared, shows_thinking, context)
+    return PreparedOllamaAnswer(_name(model, request), prepared, shows_thinking, context)
 
 
 def _check_thinking(model: ModelInfo, request: OllamaRequest) -> None:
@@ -210,7 +210,7 @@ def _chat_of_tokens(
         else preparation.sampling(model, params)
     )
     sampling = dataclasses.replace(sampling, logprobs=request.n_logprobs)
-    generation = preparation.generation(model, params, [prompt], 1, sampling, "prompt", media)
+    generation = preparation.make_generation(model, params, [prompt], 1, sampling, "prompt", media)
     return Chat(generation, (), thinks)
 
 
@@ -229,7 +229,7 @@ def embed(models: Models, request: OllamaEmbedRequest) -> TextsToEmbed:
     return dataclasses.replace(made, dimensions=dimensions, user=request.user)
 
 
-def embeddings(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed:
+def embed_prompt(models: Models, request: OllamaEmbeddingsRequest) -> TextsToEmbed:
     """POST /api/embeddings. Raises CorralError."""
     model = find(models, request.model)
     texts = [request.prompt] if request.prompt else []

@@ -36,12 +36,16 @@ def parts(text: str, images: Sequence[str] | None) -> tuple[str | Attachment, ..
 class OllamaCalledFunction(RequestModel):
     """The function that an earlier turn called."""
 
+    INERT: ClassVar[frozenset[str]] = frozenset({"index"})  # the calls stand in its order
+
     name: str = ""
     arguments: Any = None
 
 
 class OllamaCall(RequestModel):
     """A call that the assistant made in an earlier turn."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"type": (None, "function")}
 
     id: str | None = None
     function: OllamaCalledFunction = Field(default=OllamaCalledFunction())
@@ -252,7 +256,7 @@ class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
     messages: list[OllamaMessage] = Field(default=[])
-    """None: the model is loaded, which it is anyway."""
+    """The conversation. An empty one loads the model, which is loaded anyway."""
     tools: list[Tool] = Field(default=[])
     """Functions that the model may call."""
 
@@ -296,7 +300,8 @@ class OllamaEmbedRequest(OllamaModelRequest):
     truncate: bool = True
     """Whether texts that are too long are cut."""
     dimensions: int | None = None
-    """Only the first so many numbers, of length 1 again: for models that are made for it."""
+    """The number of components that vectors keep, the first ones, with length 1 again: for models that
+    are made for it."""
     user: str | None = None
     """The user who sent the texts, which is not Ollama's. The engine is shared fairly among clients."""
 

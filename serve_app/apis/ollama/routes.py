@@ -15,12 +15,12 @@ from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from serve_app.apis.ollama import catalogue, preparation, serving
-from serve_app.apis.ollama.preparation import ModelChange, OllamaGeneration, OllamaLoad
+from serve_app.apis.ollama.preparation import ModelChange, OllamaLoad, PreparedOllamaAnswer
 from serve_app.apis.ollama.protocol import OllamaErrorResponse
 from serve_app.apis.ollama.serving import Kind, OllamaAnswer, PullLines
 from serve_app.base.errors import EngineUnavailableError, PermissionDeniedError
 from serve_app.server.access.bodies import mark_unread
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.vectors import TextsToEmbed, compute
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import (
@@ -45,7 +45,7 @@ async def _clock() -> float:
 
 
 BeganArgument = Annotated[float, Depends(_clock)]
-"""When the request came, by `time.perf_counter`: a route's first argument."""
+"""The time when the request came, by `time.perf_counter`: a route's first argument."""
 
 
 @ROUTER.post("/api/chat", responses=_IN_LINES)
@@ -53,8 +53,8 @@ async def ollama_chat(
     began: BeganArgument,
     models: ModelsArgument,
     body: Annotated[
-        OllamaGeneration | OllamaLoad,
-        prepare_with(preparation.chat, any_type=True, example=CHAT | {"stream": False}),
+        PreparedOllamaAnswer | OllamaLoad,
+        prepare_with(preparation.prepare_chat, any_type=True, example=CHAT | {"stream": False}),
     ],
 ) -> Response:
     """Answer a chat, Ollama's way: line by line, unless `stream` is false."""
@@ -66,7 +66,7 @@ async def ollama_generate(
     began: BeganArgument,
     models: ModelsArgument,
     body: Annotated[
-        OllamaGeneration | OllamaLoad,
+        PreparedOllamaAnswer | OllamaLoad,
         prepare_with(
             preparation.generate,
             any_type=True,
@@ -79,7 +79,10 @@ async def ollama_generate(
 
 
 async def _respond(
-    models: Mapping[str, ServedModel], kind: Kind, body: OllamaGeneration | OllamaLoad, began: float
+    models: Mapping[str, ServedModel],
+    kind: Kind,
+    body: PreparedOllamaAnswer | OllamaLoad,
+    began: float,
 ) -> Response:
     if isinstance(body, OllamaLoad):
         engine = find(models, body.model).engine
@@ -93,7 +96,7 @@ async def _respond(
     answer = OllamaAnswer(
         kind,
         body.name,
-        generation.output_parser(model, body.chat, in_pieces=False),
+        streaming.output_parser(model, body.chat, in_pieces=False),
         body.shows_thinking,
         model.tokenizer.piece if plan.sampling.logprobs is not None else None,
         list(body.chat.prompt) if body.has_context else None,
@@ -124,7 +127,7 @@ async def ollama_embeddings(
     bodies: BodiesArgument,
     body: Annotated[
         TextsToEmbed,
-        prepare_with(preparation.embeddings, any_type=True, example={"prompt": "A fox."}),
+        prepare_with(preparation.embed_prompt, any_type=True, example={"prompt": "A fox."}),
     ],
 ) -> Response:
     """A text as a vector, as Ollama did it before."""

@@ -19,7 +19,7 @@ from serve_app.base.errors import CorralError, ModelNotFoundError
 from serve_app.base.types import SequenceEnd, TokenDelta
 from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
-from serve_app.server.answering import generation, logprobs
+from serve_app.server.answering import logprobs, streaming
 from serve_app.server.answering.answers import EventAnswer, ProtocolAnswer
 from serve_app.server.http import sse
 from serve_app.server.http.errors import ErrorShape, cut
@@ -121,11 +121,11 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
     parser: OutputParser
     shows_thinking: bool
     piece: logprobs.Piece | None = None
-    """If log probabilities are wanted."""
+    """The written form of tokens, if log probabilities are wanted."""
     context: list[int] | None = None
     """The conversation's tokens so far, if they are wanted."""
     began: float = field(default_factory=time.perf_counter)
-    """When the request came, by `time.perf_counter`."""
+    """The time when the request came, by `time.perf_counter`."""
     _n_calls: int = 0
 
     def waiting(self) -> list[Json]:
@@ -150,7 +150,7 @@ class OllamaAnswer(OllamaLines, ProtocolAnswer):
             self.context += delta.token_ids
         if self.piece is not None:
             content.logprobs = logprobs.of_chat(delta, self.piece)["content"]
-        for part in generation.parts(self.parser, delta):
+        for part in streaming.parts(self.parser, delta):
             if isinstance(part, ToolCall):
                 content.calls.append(self._call(part))
             elif isinstance(part, str):

@@ -119,7 +119,7 @@ def completion(models: Models, request: CompletionRequest) -> PreparedCompletion
     sampling = preparation.sampling(model, request)
     prompts, n = _prompts(model, request), request.best_of or request.n_answers
     return PreparedCompletion(
-        preparation.generation(model, request, prompts, n, sampling, "prompt"),
+        preparation.make_generation(model, request, prompts, n, sampling, "prompt"),
         request.n_answers if request.best_of else None,
         tuple(_echoes(model, request)) if request.echo else ("",) * len(prompts),
         sampling.logprobs is not None and (request.logprobs is not None or request.n_probs > 0),

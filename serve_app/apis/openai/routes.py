@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from serve_app.apis.openai import preparation
 from serve_app.apis.openai.preparation import PreparedCompletion
 from serve_app.apis.openai.serving import Answer, Choice
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.openai_answers import (
     AnthropicModelCard,
     AnthropicModelList,
@@ -75,7 +75,7 @@ async def chat_completions(
             i,
             "chat",
             piece,
-            generation.output_parser(model, chat),
+            streaming.output_parser(model, chat),
             chat.prefill,
             shares=plan.sampling.post_sampling_probs,
             custom_tools=chat.custom_tools,
@@ -96,7 +96,7 @@ async def input_tokens(
     length: Annotated[PromptLength, prepare_with(preparation.input_tokens, example=CHAT)],
 ) -> InputTokens:
     """How many tokens the prompt of such a chat has."""
-    return InputTokens(input_tokens=await generation.n_tokens(models, length))
+    return InputTokens(input_tokens=await streaming.n_tokens(models, length))
 
 
 @ROUTER.post("/v1/chat/completions/render")

@@ -12,7 +12,7 @@ from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
-from serve_app.server.answering import generation, logprobs
+from serve_app.server.answering import logprobs, streaming
 from serve_app.server.answering.answers import ProtocolAnswer
 from serve_app.server.answering.openai_tools import input_of
 from serve_app.server.answering.preparation import Generation
@@ -36,7 +36,7 @@ class Choice:
     index: int
     kind: Literal["chat", "text"]
     piece: logprobs.Piece | None = None
-    """If log probabilities are wanted."""
+    """The written form of tokens, if log probabilities are wanted."""
     parser: OutputParser | None = None
     """Finds the reasoning and the tool calls in a chat's text."""
     echo: str = ""
@@ -107,7 +107,7 @@ class Choice:
         """The delta's text as content, and reasoning and calls in the shape that they have in a stream."""
         if self.parser is None:
             return [delta.text] if delta.text else []
-        parts = [self._shape(part) for part in generation.parts(self.parser, delta)]
+        parts = [self._shape(part) for part in streaming.parts(self.parser, delta)]
         if self.echo and not self._begun:
             self._begun = True
             return [self.echo, *parts]

@@ -23,6 +23,7 @@ _NOTED = {"preemptions": "preempted", "failovers": "resumed"}
 # Counters whose rates are shown, by their group in EngineStats.
 _COUNTERS = {
     "tokens": ("generated_tokens", "prompt_tokens", "cached_tokens"),
+    "embeddings": ("embedded_tokens",),
     "timing": ("batches", "busy_slots", "decode_s", "turn_s", "turn_wait_s"),
 }
 # Parts of a stage's time, by their counters in StageCounts.
@@ -183,8 +184,8 @@ def _describe_replica(replica: _Replica) -> Json:
         "wait_s": round(slot_wait_s(queue["backlog_s"], n_live, engine["n_slots"]), 2),
         "backlog_s": round(queue["backlog_s"], 2),
         "generated_per_s": _rate(grown["generated_tokens"], seconds),
-        "prompt_per_s": _rate(grown["prompt_tokens"], seconds),
-        "turns": _turns(grown, seconds),
+        "prompt_per_s": _rate(grown["prompt_tokens"] + grown["embedded_tokens"], seconds),
+        "turns": _parts_of_turns(grown, seconds),
         "hits": round(lately["cached_tokens"] / n_prompt, 3) if n_prompt else None,
         "stored_mib": engine["cache"]["stored_bytes"] >> 20,
         "curve": engine["costs"]["step_time"].get("decode_ms", {}),
@@ -230,7 +231,7 @@ def _rate(n: float, seconds: float) -> float:
     return round(n / seconds, 1) if seconds else 0.0
 
 
-def _turns(grown: Mapping[str, float], seconds: float) -> list[float]:
+def _parts_of_turns(grown: Mapping[str, float], seconds: float) -> list[float]:
     """The parts of the time in which the engine had the cores that it shares, and waited for them."""
     return [round(grown[name] / (seconds or 1), 2) for name in ("turn_s", "turn_wait_s")]
 

@@ -24,12 +24,13 @@ from serve_app.apis.responses.store import (
     StoredResponse,
     item_prefix,
     pack_events,
+    prefix_in,
     unpack_events,
 )
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
 from serve_app.base.types import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.http import request_context
 from serve_app.server.http.errors import unexpected_error
 from serve_app.server.http.request_context import Caller
@@ -57,7 +58,7 @@ class BackgroundResponse:
         """The events that are in no chunk yet."""
         self._has_ended = False
         self._told_at = time.monotonic()
-        """When the last event was added."""
+        """The time when the last event was added."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what the engine refuses it with."""
         self.task: asyncio.Task[None]
@@ -84,7 +85,7 @@ class BackgroundResponse:
             self.accepted.exception()  # where nobody waits for it, nobody is warned
 
     def news(self) -> LogAppend:
-        """What the store does not have."""
+        """The events that the store does not have."""
         self._untold += pack_events(self._new)
         self._new.clear()
         return LogAppend(self.id, self.n_told, self._untold, self._has_ended)
@@ -96,7 +97,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """All of them in one ingress. For its event loop."""
+    """The responses in the background of one ingress. For its event loop."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class BackgroundResponses:
     ) -> None:
         request_context.enter(response.caller)
         try:
-            async with aclosing(await generation.start(model, [request])) as deltas:
+            async with aclosing(await streaming.start(model, [request])) as deltas:
                 response.accepted.set_result(None)
                 async for _, delta in deltas:
                     response.add(Event(time.time(), delta))
@@ -232,9 +233,9 @@ class BackgroundResponses:
     async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
         """Responses of this key's with these items, from the last item on up to one that is not kept.
         Raises KeyLimitError."""
-        for name in list(self._putting):
-            if any(item_prefix(name) in item_id for item_id in item_ids):
-                await self._wait_until_put(name)
+        prefixes = set(map(prefix_in, item_ids)) if self._putting else ()
+        for name in [name for name in self._putting if item_prefix(name) in prefixes]:
+            await self._wait_until_put(name)
         return await self._store.find_items(item_ids, key) or []
 
     async def _wait_until_put(self, response_id: str) -> None:

@@ -459,12 +459,12 @@ class ConversationItems(NamedTuple):
                 new.as_json.append(kept[item.id])
                 new.read.extend(_KEPT.validate_python([kept[item.id]]))
                 continue
-            own = _identity("item")
-            is_foreign = isinstance(item, Foreign)
-            new.as_json.append(
-                {**own, **item.model_dump(), "id": own["id"]} if is_foreign else item.to_json()
-            )
             new.read.append(item)
+            if isinstance(item, Foreign):
+                own = _identity("item")
+                new.as_json.append({**own, **item.model_dump(), "id": own["id"]})
+            else:
+                new.as_json.append(item.to_json())
         if kept:
             _check_distinct(item["id"] for item in new.as_json)
         return new

@@ -93,8 +93,8 @@ class ResponsesRequest(AnswerParams):
     input: Items
     """A text, or a list of items."""
     include: list[str] | None = None
-    """More that the answer shall have. Reasoning always has `encrypted_content`; all else is ignored, and
-    the answer names it."""
+    """The additions that the answer shall have. Reasoning always has `encrypted_content`; all else is
+    ignored, and the answer names it."""
     instructions: str | None = None
     """The system's message, before everything else."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
@@ -233,7 +233,7 @@ def response(models: Models, body: bytes) -> PreparedResponse | After:
     )
 
 
-def input_tokens(models: Models, body: bytes) -> PromptLength | After:
+def count_input_tokens(models: Models, body: bytes) -> PromptLength | After:
     """POST /v1/responses/input_tokens, maybe behind a record: the prompt's length. Raises CorralError."""
     read = _read_request(models, body)
     if isinstance(read, After):
@@ -271,6 +271,8 @@ def _read_request(
     if missing is not None:
         raise ItemNotFoundError(missing, is_kept=request.store)
     items = ConversationItems.of(before, request.input, {name: known[name] for name in ids})
+    if not items.read:
+        raise InvalidRequestError("'input' is empty. Send at least one item.", "input")
     model = find(models, request.model)
     return request, items, request.as_chat(items.read), model
 

@@ -27,10 +27,10 @@ from serve_app.base.errors import (
     ResponseNotFoundError,
 )
 from serve_app.server.access.bodies import mark_unread
-from serve_app.server.answering import generation
-from serve_app.server.answering.generation import Deltas
+from serve_app.server.answering import streaming
 from serve_app.server.answering.openai_answers import InputTokens
 from serve_app.server.answering.preparation import PromptLength
+from serve_app.server.answering.streaming import Deltas
 from serve_app.server.http import request_context, sse
 from serve_app.server.http.dependencies import (
     Bodies,
@@ -102,7 +102,7 @@ async def responses(
             "This server keeps no responses, so none can run in the background."
         )
     model = find(models, wanted.model)
-    (request,) = await generation.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
+    (request,) = await streaming.requests(model, f"resp_{uuid.uuid4().hex}", wanted)
     stored = StoredRequest(
         id=request.id,
         model=model.id,
@@ -129,7 +129,7 @@ async def responses(
     else:
         if fields["store"]:
             responses.prepare()
-        deltas = await generation.start(model, [request])
+        deltas = await streaming.start(model, [request])
         answer.log = []
         keeper = responses if fields["store"] else None
         entries = _log(deltas, stored, owner, answer.log, keeper)
@@ -143,10 +143,10 @@ async def responses(
 @ROUTER.post("/responses/input_tokens")
 async def response_input_tokens(
     models: ModelsArgument,
-    length: Annotated[PromptLength, _continue_with(preparation.input_tokens)],
+    length: Annotated[PromptLength, _continue_with(preparation.count_input_tokens)],
 ) -> InputTokens:
     """How many tokens the prompt of such a response has."""
-    return InputTokens(input_tokens=await generation.n_tokens(models, length))
+    return InputTokens(input_tokens=await streaming.n_tokens(models, length))
 
 
 @ROUTER.post("/v1/responses/render")
@@ -235,16 +235,15 @@ def _check_model(stored: StoredResponse) -> StoredRequest:
 async def _find_kept(responses: BackgroundResponses, after: After) -> list[StoredResponse]:
     """The response that a request goes on from, if there is one, and those with the items that it refers
     to. Raises PreviousResponseError, KeyLimitError, and PermissionDeniedError as above."""
-    found = []
+    stored = await responses.find_items(after.item_ids, key()) if after.item_ids else []
     if after.response_id is not None:
         try:
-            found.append((await _find_stored(responses, after.response_id))[0])
+            stored.insert(0, await responses.find(after.response_id, key()))
         except ResponseNotFoundError:
             raise PreviousResponseError(after.response_id) from None
-    with_items = await responses.find_items(after.item_ids, key()) if after.item_ids else []
-    for stored in with_items:
-        _check_model(stored)
-    return [*found, *with_items]
+    for one in stored:
+        _check_model(one)
+    return stored
 
 
 async def _follow_response(

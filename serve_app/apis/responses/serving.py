@@ -15,7 +15,7 @@ from serve_app.base.errors import CorralError
 from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
 from serve_app.prompt.output_parser import Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.answering.timings import Running, prompt_progress, timings
 from serve_app.server.http import sse
@@ -94,8 +94,8 @@ class ResponseAnswer(EventAnswer):
         return sse.named_event(event) if event["sequence_number"] > self._after else b""
 
     def ping(self) -> bytes:
-        """Who reads the log later counts the same events. The log of a response that others make is theirs,
-        and so are its signs of life."""
+        """A sign of life in the log: who reads it later counts the same events. The log of a response
+        that others make is theirs, and so are its signs of life."""
         if self.log is None or (self.log and self.log[-1].is_last):
             return sse.PING
         self.log.append(Event.wait())
@@ -137,7 +137,7 @@ class ResponseAnswer(EventAnswer):
 
     def _news(self, delta: TokenDelta) -> list[Json]:
         events: list[Json] = []
-        for part in generation.parts(self._parser, delta):
+        for part in streaming.parts(self._parser, delta):
             if isinstance(part, Reasoning):
                 self._n_reasoning += len(self._tokenizer.tokenize(part.text, False, False))
                 events += self._add_text("reasoning", part.text)
@@ -209,8 +209,8 @@ class ResponseAnswer(EventAnswer):
             events.append(self._event(f"{form.text}.done", **done))
             events.append(self._event(f"{form.part}.done", **place, part=self._part(kind, text)))
         elif self._form.kind == "function":
-            name = "function_call_arguments.done"
-            events.append(self._event(name, **place, arguments=text))
+            done = {"name": item["name"], "arguments": text}
+            events.append(self._event("function_call_arguments.done", **place, **done))
         elif self._form.kind == "custom":
             name, said = "custom_tool_call_input", item["input"]
             events.append(self._obfuscate(self._event(f"{name}.delta", **place, delta=said)))

@@ -44,6 +44,11 @@ def item_prefix(response_id: str) -> str:
     return hashlib.blake2b(response_id.encode(), digest_size=_PREFIX_CHARS // 2).hexdigest()
 
 
+def prefix_in(item_id: str) -> str:
+    """The prefix in the id of an item, if that is a response's own."""
+    return item_id.partition("_")[2][:_PREFIX_CHARS]
+
+
 class StoredRequest(msgspec.Struct, frozen=True):
     """The input that a response is made from."""
 
@@ -68,7 +73,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     """The tools that the conversation makes known, as `asked` has others."""
 
     def pack(self) -> bytes:
-        return msgpack.pack(self)
+        return msgpack.encode(self)
 
     @classmethod
     def unpack(cls, packed: bytes | memoryview) -> StoredRequest:
@@ -82,7 +87,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     at: float
     delta: TokenDelta | None = None
     error: CorralError | None = None
-    """Neither a delta nor an error: it was cancelled."""
+    """An entry with neither a delta nor an error: it was cancelled."""
 
     @classmethod
     def wait(cls) -> Event:
@@ -103,7 +108,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 def pack_events(events: Sequence[Event]) -> list[bytes]:
     """Pack events as chunks of a log."""
     starts = range(0, len(events), _CHUNK)
-    return [msgpack.pack(events[start : start + _CHUNK]) for start in starts]
+    return [msgpack.encode(events[start : start + _CHUNK]) for start in starts]
 
 
 def unpack_events(chunk: bytes | memoryview) -> list[Event]:
@@ -149,7 +154,7 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Where responses are kept. All ingresses of an application have the same one."""
+    """The place where responses are kept. All ingresses of an application have the same one."""
 
     is_shared: bool
     """Whether it outlives an ingress."""
@@ -210,7 +215,7 @@ class _ResponseLog:
         return len(self.stored_request) + sum(map(len, self.chunks)) + n_ids
 
     def tell(self, first: int = 0) -> StoredResponse:
-        """What others read of it, its log from that chunk on."""
+        """The part that others read of it, its log from that chunk on."""
         return StoredResponse(self.stored_request, self.chunks[first:], self.has_ended)
 
 
@@ -228,7 +233,7 @@ class Store:
         self._kept: dict[str, _ResponseLog] = {}
         """The oldest first."""
         self._held: dict[str, dict[str, _ResponseLog]] = {}
-        """Each holder has its own, the oldest first."""
+        """The responses of each holder, the oldest first."""
         self._by_item: dict[str, list[str]] = {}
         """The responses with an item, the newest last, by its id. For each one's own items, the prefix of
         their ids stands."""
@@ -311,24 +316,23 @@ class Store:
         return None if entry is None else entry.tell(first)
 
     async def find_items(self, item_ids: Sequence[str], key: str | None) -> list[StoredResponse]:
-        found: dict[str, _ResponseLog] = {}
+        logs: dict[str, _ResponseLog] = {}
         for item_id in reversed(item_ids):
             names = self._names_by_item(item_id)
-            if any(name in found for name in names):
+            if any(name in logs for name in names):
                 continue
-            entries = ((name, self._find_log(name, key)) for name in names)
-            name, entry = next((pair for pair in entries if pair[1] is not None), ("", None))
-            if entry is None:
+            newest = next((name for name in names if self._find_log(name, key)), None)
+            if newest is None:
                 break
-            found[name] = entry
-        if sum(entry.n_bytes for entry in found.values()) > MAX_BYTES_EACH:
+            logs[newest] = self._kept[newest]
+        if sum(log.n_bytes for log in logs.values()) > MAX_BYTES_EACH:
             raise KeyLimitError("The responses with these items are too large together.")
-        return [entry.tell() for entry in found.values()]
+        return [log.tell() for log in logs.values()]
 
     def _names_by_item(self, item_id: str) -> list[str]:
         """The responses with this item, the newest first."""
-        prefix = item_id.partition("_")[2][:_PREFIX_CHARS]
-        return [*self._by_item.get(prefix, ()), *self._by_item.get(item_id, ())][::-1]
+        own = self._by_item.get(prefix_in(item_id), ())
+        return [*own, *self._by_item.get(item_id, ())][::-1]
 
     async def delete(self, response_id: str, key: str | None) -> bool:
         if self._find_log(response_id, key) is None:

@@ -1,1 +1,1 @@
-"""What processes of one machine share: locks, and turns on its cores."""
+"""The things that processes of one machine share: locks, and turns on its cores."""

@@ -101,7 +101,7 @@ class FolderLocks:
             os.close(descriptor)
 
     def last_used(self, name: str) -> float:
-        """When the part was opened last, as `time.time` counts; 0 if never."""
+        """The time when the part was opened last, as `time.time` counts; 0 if never."""
         try:
             return (self._folder / name).stat().st_mtime
         except OSError:

@@ -64,11 +64,11 @@ class _Entry(ctypes.Structure):
     is_behind: int
     """Whether its work goes behind that of all others."""
     began: int
-    """When the process began, in the kernel's ticks: ids of processes are used again."""
+    """The begin of the process, in the kernel's ticks: ids of processes are used again."""
     held_s: float
     """The seconds of all of its turns."""
     had_s: float
-    """The seconds by which the next engine is chosen: after a rest, as many as the others have at least."""
+    """The seconds that are compared with those of others: who comes back is level with the active ones."""
     stall_s: float
     """The longest time that its streams should wait."""
     pass_s: float
@@ -169,7 +169,7 @@ class Turns:
 
     @property
     def others_worked_at(self) -> float:
-        """When another engine had the turn last, on `time.monotonic`."""
+        """The time when another engine had the turn last, on `time.monotonic`."""
         if self._table.holder not in (self._index, _NOBODY):
             return time.monotonic()
         return max((one.worked_at for _, one in self._others), default=-math.inf)
@@ -182,7 +182,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within this, the turn is this engine's. It gives the turn back then, unless it had it before."""
+        """Hold the turn within this. It is given back then, unless this engine had it before."""
         had = self._holds
         self.take()
         try:
@@ -427,8 +427,8 @@ def current() -> Turns | Alone:
 
 @contextmanager
 def join(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
-    """Within this, the thread computes in turns with the engines of that file: see `Turns`. If there is no
-    file, or it cannot be used, it has the cores for itself."""
+    """Have the thread compute in turns with the engines of that file: see `Turns`. If there is no file, or
+    it cannot be used, it has the cores for itself."""
     try:
         turns = Alone() if path is None else Turns(path, stall_s)
     except OSError as error:
@@ -443,7 +443,7 @@ def join(path: Path | None, stall_s: float = math.inf) -> Iterator[None]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process, from its state on; nothing if it is gone. See proc_pid_stat(5)."""
+    """The fields of /proc of a process, from its state on; none if it is gone. See proc_pid_stat(5)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

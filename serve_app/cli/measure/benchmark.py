@@ -1,7 +1,8 @@
 """Prompts, rounds, percentiles, facts of the machine, tables, and the types of arguments.
 
-A machine that others use as well changes its speed from minute to minute, so only what is close together is
-compared: the ways of one round. They take turns (A B C, C B A, ...), so that no drift favours one of them.
+A machine that others use as well changes its speed from minute to minute. So only what is close
+together is compared: the ways of one round. They take turns (A B C, C B A, ...), so that no drift
+favours one of them.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UserLoad:
-    """What users do, and how long."""
+    """The load of users: what they do, and how long."""
 
     run_s: int
     mix: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What users saw: parses streamed completions, says how requests ended, and adds figures up. Pure."""
+"""Reads what users saw: parses streams, says how requests ended, and adds figures up. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StreamedAnswer:
     """
 
     pieces_s: tuple[float, ...]
-    """When each piece was there; several that came in one read share its time."""
+    """The time when each piece was there; several that came in one read share its time."""
     end_s: float
     tokens: int
     """Generated ones: as the server counts them, or, if it does not, the number of pieces."""
@@ -143,7 +143,7 @@ class Outcome:
     id: str
     kind: str
     start_s: float
-    """When it was sent, or, of an open loop, should have been: since the epoch."""
+    """The time when it was sent, or, of an open loop, should have been: since the epoch."""
     wall_s: float
     end: str
     """The kind of end, one of ENDS: answered in full; refused with 429; left by its user; anything else."""

@@ -1,8 +1,8 @@
 """Engines and other programs to measure, each in a process of its own, and the figures of their runs.
 
-Processes have a peak of memory of their own, and threads: libgomp counts every thread that a process ever
-started a team from; once there are more than cores, all of its teams sleep at every barrier instead of
-spinning.
+Processes have a peak of memory of their own, and threads. libgomp counts every thread that a process
+ever started a team from. Once there are more than cores, all of its teams sleep at every barrier
+instead of spinning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def start_process(open_one: Callable[..., object], *arguments: object) -> Proces
 
 
 def opened_object() -> Any:
-    """What this process has opened when it started; None if nothing."""
+    """The object that this process has opened when it started; None if nothing."""
     return _opened
 
 
@@ -187,7 +187,8 @@ class Arrivals:
 def all_arrivals(
     engine: Engine, requests: Sequence[GenerationRequest], timeout_s: float
 ) -> list[list[float]]:
-    """When each token of each request was told. Raises refusals, errors of requests, and TimeoutError."""
+    """The times when each token of each request was told. Raises refusals, errors of requests, and
+    TimeoutError."""
     sinks = [Arrivals() for _ in requests]
     deadline = time.monotonic() + timeout_s
     for outcome in engine.submit_to(list(zip(requests, sinks, strict=True))):

@@ -131,7 +131,8 @@ def window_likelihood(rows: Sequence[NDArray[np.float32]], window: Sequence[int]
 
 
 def target(source: Path, format_name: str, folder: Path) -> Path:
-    """Where the source's file of this format is or will be. The name tells path, size and time."""
+    """The path where the source's file of this format is or will be. The name tells path, size and
+    time."""
     about = source.stat()
     identity = f"{source.resolve()}\0{about.st_size}\0{about.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]

@@ -7,11 +7,11 @@ engine in turns, A B C, C B A, each in a process of its own. A text is read by a
 often the likeliest next token is your file's, are what a format costs. Give an unquantised file (F16,
 BF16): one that is quantised already loses a second time.
 
-Then the format that does the load of --users requests at once in the least time is served in other ways, a
-setting at a time. They are OpenVINO, threads, drafts of --draft or of the model's own layers, attention,
-kind and format of the cache. A format whose perplexity is more than --worse above your file's is shown, and
-not chosen. Prompts are parts of the text. As in a server, the layout of weights is measured at the first
-start.
+Then the format that does the load of --users requests at once in the least time is served in other
+ways. One setting changes at a time. They are OpenVINO, threads, drafts of --draft or of the model's own
+layers, attention, kind and format of the cache. A format whose perplexity is more than --worse above
+your file's is shown, and not chosen. Prompts are parts of the text. As in a server, the layout of
+weights is measured at the first start.
 
 The tables and the lines for serve_config.yaml go to stdout, progress to stderr. Speed depends on what else
 runs on the machine: mind the range.
@@ -80,7 +80,7 @@ class TuneLoad:
     max_tokens: int
     rounds: int
     threads: int
-    """Where a variant does not say."""
+    """The threads of variants that do not say."""
 
 
 @dataclass(frozen=True, slots=True)

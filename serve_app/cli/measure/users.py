@@ -53,7 +53,7 @@ what it printed and try another way, three times at most; then ask. Say done whe
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS_PER_WORD = 2.5
-"""More than any tokenizer here needs; keeps prompts inside the context."""
+"""A bound above what any tokenizer here needs; keeps prompts inside the context."""
 MOST_TURNS = 12
 
 
@@ -65,7 +65,7 @@ class Ask:
     body: dict[str, Any]
     think_s: float
     leave_after_s: float | None = None
-    """When the user hangs up, if the answer is not complete by then."""
+    """The time when the user hangs up, if the answer is not complete by then."""
     read_pause_s: float = 0.0
     """How long the user waits before reading each next event."""
 
@@ -119,7 +119,7 @@ def prose(rng: random.Random, n_words: int) -> str:
     return " ".join(words)
 
 
-def chat(rng: random.Random, setting: Setting) -> User:
+def chat_user(rng: random.Random, setting: Setting) -> User:
     """Conversations whose history grows with the answers; the user reads, thinks and goes on."""
     while True:
         history: list[tuple[str, str]] = []
@@ -133,7 +133,7 @@ def chat(rng: random.Random, setting: Setting) -> User:
             history.append((question, answer))
 
 
-def rag(rng: random.Random, setting: Setting) -> User:
+def rag_user(rng: random.Random, setting: Setting) -> User:
     """Long prompts of passages that nobody else asks about, short answers."""
     while True:
         max_tokens = RAG_ANSWER.draw(rng)
@@ -143,7 +143,7 @@ def rag(rng: random.Random, setting: Setting) -> User:
         yield _chat(system, [], question, max_tokens, _pause(rng, setting.think_s))
 
 
-def agent(rng: random.Random, setting: Setting) -> User:
+def agent_user(rng: random.Random, setting: Setting) -> User:
     """An agent with the same tools in every prompt, JSON answers, and the next step at once."""
     while True:
         steps: list[tuple[str, str]] = []
@@ -157,7 +157,7 @@ def agent(rng: random.Random, setting: Setting) -> User:
             steps.append((ask, answer or "{}"))
 
 
-def code(rng: random.Random, setting: Setting) -> User:
+def code_user(rng: random.Random, setting: Setting) -> User:
     """Completions of code that is being typed: the next keystroke takes back what was asked."""
     while True:
         text = "\n".join(rng.sample(CODE, k=rng.randint(2, 6))) + "\n"
@@ -171,7 +171,7 @@ def code(rng: random.Random, setting: Setting) -> User:
             yield Ask(COMPLETIONS, body, rng.uniform(0.1, 0.4), rng.lognormvariate(-0.7, 0.5))
 
 
-def batch(rng: random.Random, setting: Setting) -> User:
+def batch_user(rng: random.Random, setting: Setting) -> User:
     """Summaries of documents, one after the other, without a pause."""
     while True:
         max_tokens = SUMMARY.draw(rng)
@@ -179,20 +179,21 @@ def batch(rng: random.Random, setting: Setting) -> User:
         yield _chat("Summarise the document.", [], document, max_tokens, 0.0)
 
 
-def slow(rng: random.Random, setting: Setting) -> User:
+def slow_user(rng: random.Random, setting: Setting) -> User:
     """Chats of somebody whose connection takes a quarter of a second for each event."""
-    yield from _change(chat(rng, setting), lambda ask: replace(ask, read_pause_s=0.25))
+    yield from _change(chat_user(rng, setting), lambda ask: replace(ask, read_pause_s=0.25))
 
 
-def vanish(rng: random.Random, setting: Setting) -> User:
+def vanish_user(rng: random.Random, setting: Setting) -> User:
     """Chats of somebody who hangs up at some moment of the first three seconds."""
     yield from _change(
-        chat(rng, setting), lambda ask: replace(ask, leave_after_s=rng.uniform(0.0, 3.0))
+        chat_user(rng, setting), lambda ask: replace(ask, leave_after_s=rng.uniform(0.0, 3.0))
     )
 
 
 KINDS: Mapping[str, Callable[[random.Random, Setting], User]] = {
-    user.__name__: user for user in (chat, rag, agent, code, batch, slow, vanish)
+    user.__name__.removesuffix("_user"): user
+    for user in (chat_user, rag_user, agent_user, code_user, batch_user, slow_user, vanish_user)
 }
 
 

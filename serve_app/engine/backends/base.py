@@ -45,7 +45,7 @@ class Vocabulary(Protocol):
         with `special` their names."""
 
     def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation."""
+        """Whether the token ends an answer."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of a text."""

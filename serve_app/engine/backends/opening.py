@@ -14,7 +14,7 @@ from serve_app.base.progress import Report, nowhere
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.engine.choice.choose import choose
-from serve_app.engine.choice.plan import OPENVINO, Plan
+from serve_app.engine.choice.plan import Plan
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.openvino import convert
 
@@ -33,14 +33,14 @@ def open_backend(
     try:
         backend = open_planned(plan, path, options, report)
     except ConfigError as error:
-        if options.backend != "auto" or plan.kernels != OPENVINO:
+        if options.backend != "auto" or plan.kernels.backend != "openvino":
             raise
         why = f"OpenVINO could not be started: {error}".removesuffix(".")
         plan = replace(plan, kernels=plan.llama_cpp, why=why)
         backend = open_planned(plan, path, options, report)
     logger.info("The plan of %s: %s; %s.", path.name, plan, backend.setup.mode_reason)
     if plan.converts:
-        threading.Thread(target=_convert, args=(path, options), daemon=True).start()
+        threading.Thread(target=_convert, args=(path, plan, options), daemon=True).start()
     return backend
 
 
@@ -48,19 +48,27 @@ def open_planned(
     plan: Plan, path: Path, options: EngineOptions, report: Report = nowhere
 ) -> Backend:
     """The backend of that plan, opened; on the thread that will compute. Raises ConfigError."""
-    if plan.kernels == OPENVINO:
+    if plan.kernels.backend == "openvino":
         convert.versions()  # says so if it is not installed
+        quantization = plan.kernels.quantization
+        # A measurement beside llama.cpp names the kind of its cache, too.
+        options = replace(options, backend="openvino", quantization=quantization, kv_unified=None)
+
         from serve_app.engine.backends.openvino import open_with_openvino
 
         return open_with_openvino(path, options, report, plan)
     return LlamaBackend(path, options, report, plan)
 
 
-def _convert(path: Path, options: EngineOptions) -> None:
+def _convert(path: Path, plan: Plan, options: EngineOptions) -> None:
     """Convert the model for later starts, in a process of the lowest priority."""
     # It gets the priority of this thread, which starts it.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
-        convert.converted_of(Model(path, vocab_only=True), options.max_converted_bytes)
+        convert.converted_of(
+            Model(path, vocab_only=True),
+            options.max_converted_bytes,
+            quantization=plan.openvino.quantization if plan.openvino else "none",
+        )
     except (ConfigError, OSError) as error:
         logger.warning("%s", error)

@@ -32,9 +32,9 @@ class Reuse(NamedTuple):
 
 
 def plan(cached: bytes, prompt: bytes, n_shared: int, n_least: int) -> Reuse:
-    """Where to cut a slot's tokens, so that it has chunks of `n_least` tokens or more that come later. The
-    prompt has the first `n_shared` of these tokens. Both are packed. It takes time that grows with the
-    slot's tokens, and not with `n_least`. Pure."""
+    """The places where to cut a slot's tokens, so that it has chunks of `n_least` tokens or more that
+    come later. The prompt has the first `n_shared` of these tokens. Both are packed. It takes time that
+    grows with the slot's tokens, and not with `n_least`. Pure."""
     cuts: list[tuple[int, int]] = []
     have, at, n_gone = n_shared, n_shared, 0
     while len(cuts) < MAX_CUTS:

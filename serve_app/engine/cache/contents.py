@@ -2,8 +2,9 @@
 
 A slot of such a model cannot be cut where a prompt leaves what it holds. It goes back to its deepest
 checkpoint before that, and computes the rest. They are made at the end of a prompt, where the next turn
-begins; where a prompt leaves what others began with, as more will (Pan et al., "Marconi: Prefix Caching for
-the Era of Hybrid LLMs", 2024); where a slot's tokens are continued; and every few thousand tokens.
+begins. They are also made where a prompt leaves what others began with, as more will (Pan et al.,
+"Marconi: Prefix Caching for the Era of Hybrid LLMs", 2024); where a slot's tokens are continued; and
+every few thousand tokens.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Checkpoints:
         return 0 if found is None else found.n_tokens
 
     def stops(self, n_cached: int, n_known: int, n_tokens: int) -> tuple[int, ...]:
-        """Where to make some of a prompt of `n_tokens` whose first `n_cached` are in the slot, and of
-        which others have had `n_known`."""
+        """The places for checkpoints in a prompt of `n_tokens` whose first `n_cached` are in the slot,
+        and of which others have had `n_known`."""
         stops, last = [], n_cached
         for stop in (
             (n_known, n_tokens - _BEFORE_END) if self.is_needed and self._budget_bytes else ()

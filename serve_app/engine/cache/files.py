@@ -374,7 +374,7 @@ class SlotFiles:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Only one process of this machine at a time. Raises OSError."""
+    """Lets one process of this machine in at a time. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

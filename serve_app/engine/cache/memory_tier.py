@@ -118,7 +118,7 @@ class MemoryTier:
         return self._entries[key][0]
 
     def _best(self, prompt: Prefix) -> tuple[int, StoredPrefix | None]:
-        """What the best prefix can give of a prompt without the tokens behind."""
+        """The tokens that the best prefix can give of a prompt without the tokens behind."""
         usable = (
             (_resumable(stored, n_shared(prompt, key) // TOKEN_BYTES), stored)
             for key, (stored, _) in self._entries.items()

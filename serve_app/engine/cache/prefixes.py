@@ -49,7 +49,7 @@ def nearest(ordered: Sequence[Prefix], prefix: Prefix) -> tuple[int, Prefix | No
 
 
 def beginning(ordered: Sequence[Prefix], prefix: Prefix) -> slice:
-    """Where in a sorted list those stand that begin with these tokens."""
+    """The range of a sorted list where those stand that begin with these tokens."""
     first = bisect_left(ordered, prefix)
     n = len(prefix.tokens)
     return slice(first, bisect_right(ordered, prefix, lo=first, key=lambda one: one.cut(n)))

@@ -125,7 +125,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """Where a prompt starts."""
+    """The point where a prompt starts."""
 
     slot: Slot
     n_cached: int
@@ -148,7 +148,7 @@ class PrefixPending:
     """A prompt should start later."""
 
     slot: Slot
-    """Where its prefix is being computed."""
+    """The slot where its prefix is being computed."""
     n_tokens: int
     """How long that will be."""
     sequence: Sequence | None = field(default=None, compare=False)
@@ -186,7 +186,8 @@ class SlotTable:
         self._clock = 0
 
     def begin(self, min_copy: int, room: int, *, consecutive: bool) -> None:
-        """Another kind of cache is there, with nothing but what is pinned. No slot has a sequence."""
+        """Note that another kind of cache is there, with nothing but what is pinned. No slot has a
+        sequence."""
         self._min_copy, self.room, self._consecutive = min_copy, room, consecutive
         for slot in self.slots:
             slot.n_shared = 0
@@ -252,9 +253,9 @@ class SlotTable:
         *,
         background: bool = False,
     ) -> SlotChoice | PrefixPending:
-        """Where to start a prompt now, or that it should wait for a prefix that is being computed.
-        Its first `n_stored` tokens can also be had from outside the slots. Slots of other cache
-        groups count as empty.
+        """The place to start a prompt at now, or that it should wait for a prefix that is being
+        computed. Its first `n_stored` tokens can also be had from outside the slots. Slots of other
+        cache groups count as empty.
 
         An idle slot that holds the longest prefix is used in place, but only if that is at least half of
         what it holds. A few shared first tokens are not worth somebody's conversation. A prefix that

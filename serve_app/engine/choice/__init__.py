@@ -1,1 +1,1 @@
-"""What a start decides for a model, by measurement: its plan."""
+"""The decisions of a start for a model, by measurement: its plan."""

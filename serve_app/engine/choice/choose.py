@@ -1,7 +1,8 @@
 """Chooses the plan of a start. What the options say is no candidate. The rest is compared in this order:
 
 1. Layouts of weights that llama.cpp has for the file: repacked, as they are stored, and both.
-2. The fastest of them and OpenVINO, in the same measurement (`kernels.py`).
+2. The fastest of them and OpenVINO, with the file's weights and with `w8a8`, in the same measurement
+   (`kernels.py`).
 3. With the weights of the winner loaded, modes of llama.cpp's cache (`caches.py`).
 
 Candidates are rated by the seconds of a request (`rating.py`). Of those that are about as fast as the
@@ -26,7 +27,16 @@ from serve_app.base.folders import GIB
 from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.choice.kernels import MODE, kernels_profiles
-from serve_app.engine.choice.plan import AS_STORED, BOTH, OPENVINO, PAGED, REPACKED, Kernels, Plan
+from serve_app.engine.choice.plan import (
+    AS_STORED,
+    BOTH,
+    OPENVINO,
+    OPENVINO_W8A8,
+    PAGED,
+    REPACKED,
+    Kernels,
+    Plan,
+)
 from serve_app.engine.choice.rating import alike, comparison, fastest, join_profiles, request_s
 from serve_app.engine.costs import profile_cache
 from serve_app.kernels.llama import library
@@ -44,6 +54,8 @@ _EACH_S, _SAME = 6.0, 1 / 0.95 - 1
 _MOST_CONVERSION_S = 30.0
 # Formats of weights, by llama.cpp's names, that it has fast kernels for without repacking them.
 _TILED = re.compile(r"MOSTLY_(Q\d_K\w*|IQ\d_\w+)")
+# Formats whose products OpenVINO does not round at all.
+_FLOATS = re.compile(r"ALL_F32|MOSTLY_B?F16")
 # Files may be mapped beside repacked weights if they were loaded so. They take this part of the memory
 # that weights leave, at most: half of it is for the KV cache, and some for prefixes.
 _MAPPED, _MOST_BESIDES = ("auto", "mmap"), 1 / 4
@@ -54,7 +66,9 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     of this node that ask at once, one measures. Raises ConfigError."""
     if options.profile_limit_s <= 0 or not path.is_file():
         why = "nothing is measured" if options.backend == "auto" else "as configured"
-        return Plan(OPENVINO if options.backend == "openvino" else REPACKED, why)
+        return Plan(
+            _configured_kernels(options) if options.backend == "openvino" else REPACKED, why
+        )
     files = files_of(path)
     n_bytes, fingerprint = sum(file.stat().st_size for file in files), fingerprint_of(files)
     left = math.inf if options.memory_bytes is None else options.memory_bytes - n_bytes
@@ -73,20 +87,26 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
         kept = profile_cache.load(folder, name, Plan)
         plan = kept or Plan(name=name)
         if options.backend == "openvino":
-            return replace(plan, kernels=OPENVINO)
+            return replace(plan, kernels=_configured_kernels(options))
         if kept is None or (options.measures_again and not plan.is_certain):
             plan = _measure_kernels(plan, path, options, refusal, has_room, report)
             profile_cache.save(folder, name, plan)
     plan = replace(plan, kernels=plan.llama_cpp, why=plan.reason, converts=False)
-    if not plan.openvino:
+    if plan.openvino is None:
         return plan
-    converted = convert.converted_models(None).of(convert.name_of(fingerprint))
+    of_model = convert.name_of(fingerprint, quantization=plan.openvino.quantization)
+    converted = convert.converted_models(None).of(of_model)
     if plan.conversion_s <= _MOST_CONVERSION_S or converted.is_file():
-        return replace(plan, kernels=OPENVINO)
+        return replace(plan, kernels=plan.openvino)
     why = f"{plan.reason}; to convert the file for OpenVINO takes about {plan.conversion_s:.0f} s"
     why += ": that is done beside the requests, for the next start" * has_room
     why += " and much memory: set backend: openvino for that" * (not has_room)
     return replace(plan, why=why, converts=has_room)
+
+
+def _configured_kernels(options: EngineOptions) -> Kernels:
+    """OpenVINO's kernels without a measurement."""
+    return OPENVINO_W8A8 if options.quantization == "w8a8" else OPENVINO
 
 
 def _refusal(files: Sequence[Path], n_bytes: int, options: EngineOptions) -> str:
@@ -117,17 +137,21 @@ def _measure_kernels(
     )
     plan, layouts = replace(plan, reason=refusal, is_certain=True), _layouts(model, has_room)
     if not (refusal or model.is_causal):
-        return replace(plan, openvino=True, reason="OpenVINO is the faster for encoders")
+        return replace(plan, openvino=OPENVINO, reason="OpenVINO is the faster for encoders")
     if not refusal:
+        candidates = [OPENVINO, *([OPENVINO_W8A8] if _may_round(model, options) else [])]
+        ways, max_bytes = [each.quantization for each in candidates], options.max_converted_bytes
         try:
-            with converted_slice(model, options.max_converted_bytes, report) as (part, share, s):
-                plan = _fastest(plan, part, [*layouts, OPENVINO], options, share, report)
+            with converted_slice(model, max_bytes, report, ways) as (part, share, s):
+                plan = _fastest(plan, part, [*layouts, *candidates], options, share, report)
                 return replace(plan, conversion_s=s)
         except (CorralError, OSError, ValueError) as error:  # some metadata cannot be in a slice
             reason = f"OpenVINO could not be measured: {error}".removesuffix(".")
             plan = replace(plan, reason=reason, is_certain=False)
         finally:
-            convert.converted_models(None).leave(convert.name_of(model.fingerprint()))
+            for way in ways:
+                name = convert.name_of(model.fingerprint(), quantization=way)
+                convert.converted_models(None).leave(name)
     try:
         return plan if len(layouts) == 1 else _fastest(plan, path, layouts, options, 1.0, report)
     except CorralError as error:
@@ -137,11 +161,24 @@ def _measure_kernels(
 
 def _layouts(model: Model, has_room: bool) -> list[Kernels]:
     """The layouts of weights that come into question, the usual one first."""
-    number = model.meta("general.file_type")
-    names = (kind.name for kind in LlamaFileType if number and int(kind) == int(number))
-    if not model.is_causal or _TILED.fullmatch(next(names, "")) is None:
+    if not model.is_causal or _TILED.fullmatch(_format(model)) is None:
         return [REPACKED]
     return [REPACKED, AS_STORED, *([BOTH] if has_room else [])]
+
+
+def _may_round(model: Model, options: EngineOptions) -> bool:
+    """Whether `w8a8` is about as exact as the file's weights are with OpenVINO, and fits."""
+    if options.quantization != "auto" or _FLOATS.fullmatch(_format(model)):
+        return False
+    n_bytes = convert.read_model(model.files, quantization="w8a8").converted_bytes()
+    return n_bytes <= (options.memory_bytes or math.inf)
+
+
+def _format(model: Model) -> str:
+    """The file's format by llama.cpp's name; "" if it does not say it."""
+    number = model.meta("general.file_type")
+    names = (kind.name for kind in LlamaFileType if number and int(kind) == int(number))
+    return next(names, "")
 
 
 def _fastest(
@@ -166,12 +203,13 @@ def _fastest(
     loads = [replace(options, n_slots=n) for n in sorted({1, options.n_slots})]
     seconds = {}
     for kernels, profile in profiles.items():
-        mode = PAGED if kernels == OPENVINO else MODE
+        mode = PAGED if kernels.backend == "openvino" else MODE
         seconds[kernels] = [request_s(profile, load, mode) / share for load in loads]
-    layouts_s = {kernels: times for kernels, times in seconds.items() if kernels != OPENVINO}
+    openvino_s = {each: times for each, times in seconds.items() if each.backend == "openvino"}
+    layouts_s = {each: times for each, times in seconds.items() if each not in openvino_s}
     winner = best = fastest(layouts_s, _SAME)
-    if OPENVINO in seconds and is_certain:
-        winner = fastest({best: seconds[best], OPENVINO: seconds[OPENVINO]}, _SAME)
+    if is_certain:
+        winner = fastest({best: seconds[best], **openvino_s}, _SAME)
     at_once = " and ".join(str(load.n_slots) for load in loads)
     reasons = [plan.reason, comparison(seconds, f"with {at_once} at once")]
     if not is_certain:
@@ -179,7 +217,7 @@ def _fastest(
     return replace(
         plan,
         llama_cpp=best,
-        openvino=winner == OPENVINO,
+        openvino=winner if winner in openvino_s else None,
         reason="; ".join(filter(None, reasons)),
         is_certain=plan.is_certain and is_certain,
     )

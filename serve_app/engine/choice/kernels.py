@@ -7,7 +7,7 @@ from pathlib import Path
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.sharing import turns
-from serve_app.engine.choice.plan import OPENVINO, Kernels, Mode, Plan
+from serve_app.engine.choice.plan import Kernels, Mode, Plan
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.costs.profiler import CHUNKS, Profiler, in_turns
@@ -32,7 +32,8 @@ def _profiles(
 ) -> list[Profile]:
     from serve_app.engine.backends.opening import open_planned  # which chooses by this module
 
-    n_ctx_slot, n_before = _ROOM_BESIDE_OPENVINO if OPENVINO in kernels else _ROOM
+    has_openvino = any(candidate.backend == "openvino" for candidate in kernels)
+    n_ctx_slot, n_before = _ROOM_BESIDE_OPENVINO if has_openvino else _ROOM
     n_ctx_slot = min(options.n_ctx_share, n_ctx_slot)
     n_before = min(n_before, options.n_ctx_share // 2)
     n_batch = min(options.n_batch, n_ctx_slot)
@@ -53,7 +54,7 @@ def _profiles(
         profile_limit_s=0.0,
     )
     # OpenVINO's threads do not wait by computing on. So CPU time tells of all batches together only.
-    clocks = Clocks(None if OPENVINO in kernels else options.threads_of)
+    clocks = Clocks(None if has_openvino else options.threads_of)
     profilers = []
     for candidate in kernels:
         profiler = Profiler(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from serve_app.base.engine_options import KernelsName
+from serve_app.base.formats import Quantization
 from serve_app.engine.costs import profile_cache
 from serve_app.engine.costs.cost_model import Profile
 
@@ -24,10 +25,12 @@ class Kernels:
     stored_from: int | None = None
     """Rows of a batch from which on it is computed over weights as the file has them, although they are
     repacked for others; None: none is."""
+    quantization: Quantization = "none"
+    """How OpenVINO's products are rounded further."""
 
     def __str__(self) -> str:
         if self.backend == "openvino":
-            return "OpenVINO"
+            return "OpenVINO" if self.quantization == "none" else f"OpenVINO, {self.quantization}"
         layout = "repacked" if self.repack else "as they are stored"
         if self.stored_from is not None:
             layout += f", and as they are stored for batches of {self.stored_from} rows and more"
@@ -36,6 +39,7 @@ class Kernels:
 
 REPACKED, AS_STORED = Kernels(), Kernels(repack=False)
 OPENVINO = Kernels("openvino", repack=False)
+OPENVINO_W8A8 = replace(OPENVINO, quantization="w8a8")
 BOTH = Kernels(stored_from=0)
 """Both layouts, before it is known from how many rows on."""
 
@@ -78,8 +82,8 @@ class CachePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start decides: the kernels before the weights are loaded, the cache then. The first three
-    fields are of this start, the others as they were measured."""
+    """The decisions of a start: the kernels before the weights are loaded, the cache then. The first
+    three fields are of this start, the others as they were measured."""
 
     kernels: Kernels = REPACKED
     why: str = "as configured"
@@ -87,8 +91,8 @@ class Plan:
     """Whether the model is converted beside the requests, for OpenVINO at later starts."""
     llama_cpp: Kernels = REPACKED
     """The fastest of llama.cpp's layouts."""
-    openvino: bool = False
-    """Whether OpenVINO is faster than that."""
+    openvino: Kernels | None = None
+    """OpenVINO's, if they are faster than that."""
     reason: str = ""
     conversion_s: float = 0.0
     """The seconds in which the whole model is converted."""

@@ -84,7 +84,8 @@ def comparison(seconds: Mapping[Name, Sequence[float]], load: str) -> str:
 
 
 def alike(profiles: Mapping[Name, Profile]) -> dict[Name, Profile]:
-    """Only what was measured in all profiles: time may have been up for some batches in some of them."""
+    """The profiles with only what was measured in all of them: time may have been up for some batches
+    in some of them."""
     names = ("decode_s", "prefill_s", "deep_decode_s", "deep_prefill_s")
     sizes = {
         name: set.intersection(*(set(getattr(profile, name)) for profile in profiles.values()))

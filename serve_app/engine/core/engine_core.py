@@ -161,8 +161,8 @@ class EngineCore:
             guest.after_step(step_s, idle=not batches)
 
     def step_in_turn(self) -> bool:
-        """Compute a step in this engine's turn on its cores, or nothing if it only has work that the other
-        engines go before: whether it has the turn."""
+        """Compute a step in this engine's turn on its cores. Returns whether it has the turn, for which
+        work behind that of others may wait."""
         waited_s = self.turns.waited_s
         turn_s = self.turns.take(behind=self._is_behind)
         self._waited_s = self.turns.waited_s - waited_s

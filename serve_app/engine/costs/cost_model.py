@@ -73,7 +73,7 @@ def envelope(times: Mapping[int, float], *, by_row: bool = True) -> dict[int, fl
 
 
 class Factors:
-    """What measured numbers are multiplied with, as logarithms, and their covariance: a Kalman filter."""
+    """The factors of measured numbers, as logarithms, and their covariance: a Kalman filter."""
 
     def __init__(self) -> None:
         self.logs: list[float] = []
@@ -115,8 +115,8 @@ class Curve:
     def __init__(
         self, shallow: Mapping[int, float], deep: Mapping[int, float], depth: int, factors: Factors
     ) -> None:
-        """What is thought too fast is tried and learned, what is thought too slow never is: so batches
-        begin at the `envelope`. How far a size is above it is how unsure it is."""
+        """A size that is thought too fast is tried and learned, one that is thought too slow never is:
+        so batches begin at the `envelope`. How far a size is above it is how unsure it is."""
         self.measured, self._factors = sorted(shallow), factors
         self._bases = list(envelope(shallow, by_row=False).values())
         doubts = (math.log(shallow[n] / s) for n, s in zip(self.measured, self._bases, strict=True))

@@ -20,7 +20,7 @@ from serve_app.engine.costs.cost_model import Profile
 
 logger = logging.getLogger("corral.engine")
 
-_FORMAT = 10
+_FORMAT = 11
 # A profile is disturbed if its threads had less of their time: something else computed. Ray and its start
 # take a fifth of two cores.
 _ALONE = 0.75

@@ -264,8 +264,8 @@ _HEAD = 32
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefixes:
-    """Where new prompts could start from, at one moment. Immutable: any thread may look for as long
-    as it likes."""
+    """The prefixes that new prompts could start from, at one moment. Immutable: any thread may look for
+    as long as it likes."""
 
     prompts: tuple[CachedPrompt, ...] = ()
     """The prefixes in the cache, stored, or about to be computed; those worth most first."""

@@ -1,4 +1,4 @@
-"""Where requests' time goes: the trace of each, and histograms and records of the recent ones."""
+"""The time of requests by stages: the trace of each, and histograms and records of the recent ones."""
 
 from __future__ import annotations
 

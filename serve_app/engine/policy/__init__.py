@@ -1,1 +1,1 @@
-"""Who gets a slot, who waits, and for how long: all of the policy is here."""
+"""The policy: who gets a slot, who waits, and for how long."""

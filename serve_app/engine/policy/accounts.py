@@ -1,4 +1,4 @@
-"""What each client has had of the decoder. Pure: no threads, no clock."""
+"""The seconds that each client has had of the decoder. Pure: no threads, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets a slot, who may wait for one, and who gives one back. Pure: no model, no threads, no clock.
+"""Says who gets a slot, who may wait for one, and who gives one back. Pure: no threads, no clock.
 
 **The invariant.** A free slot goes to the client that has had the fewest seconds of the decoder. Of one
 client's requests, the first one is next. What nobody waits for comes last. While a client waits, another
@@ -159,7 +159,7 @@ class SlotPolicy:
         }
         self._accounts = Accounts()
         self._left: dict[str, float] = {}
-        """When each client's last request ended that had a slot, if that was a moment ago."""
+        """The time when each client's last request ended that had a slot, if that was a moment ago."""
         self._expected: Set[str] = set()
         """The clients of these that have not asked again."""
         self._quiet_until = 0.0
@@ -336,7 +336,7 @@ class SlotPolicy:
         running: Iterable[Candidate] = (),
         n_each: int = sys.maxsize,
     ) -> list[CandidateT]:
-        """All that wait, or the first `n_each` of each account, the next one first.
+        """The sequences that wait, or the first `n_each` of each account, the next one first.
 
         What is behind all others comes last. Who lost a slot because the cache was full, or with another
         engine, goes before everybody new. Then a lower `priority` goes first, whatever was served. Among

@@ -8,7 +8,7 @@ import os
 
 # llama.cpp's threads wait for each other by spinning, and sleep after so many turns, about half a
 # millisecond. By itself, libgomp spins for ten times as long. Meanwhile a thread that another program has
-# displaced cannot have that core. libgomp reads the variable when it is loaded, and `library` takes it away
+# displaced cannot have that core. The variable is read when libgomp is loaded, and `library` takes it away
 # then. Programs that this one starts, as other servers to compare with, are as their users have them.
 IS_SPIN_COUNT_OWN = os.environ.keys().isdisjoint(("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
 if IS_SPIN_COUNT_OWN:

@@ -356,8 +356,8 @@ class Context:
         self._adapters = used
 
     def cancel(self, cancelled: bool) -> None:
-        """Any thread: have the `decode` that runs, and those to come, end after the node of the graph that
-        is being computed; or, with False, have them compute again."""
+        """Any thread: have the `decode` that runs, and those to come, end after the node of the graph
+        that is being computed. With False, have them compute again."""
         self._cancelled[0] = bytes([cancelled])
 
     def logits(self, row: int, n_highest: int | None = None) -> NDArray[np.float32]:
@@ -380,8 +380,8 @@ class Context:
         return int(llama_cpp.llama_model_n_embd_out(self.model.pointer))
 
     def pick(self, sampler: llama_cpp.llama_sampler_p, row: int) -> int:
-        """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last decoded
-        batch, as they stand in what `logits` gives."""
+        """The token that a chain of llama.cpp's samplers picks by the logits of a row of the last
+        decoded batch. The logits are read as `logits` gives them."""
         is_small = self.model.n_vocab <= cuts.SMALL
         sample = _sample_of_few if is_small else llama_cpp.llama_sampler_sample
         return int(sample(sampler, self.pointer, row))
@@ -417,8 +417,8 @@ class Context:
 
     def can_cut(self, seq_id: int, n_past: int) -> bool:
         """Whether the first `n_past` tokens, and no more, can be kept: all that the next token attends to
-        must be there. Recurrent layers keep the past states of a batch at most, and layers with a window
-        little more than their last window; a saved state just that."""
+        must be there. Recurrent layers keep the past states of a batch at most. Layers with a window
+        keep little more than their last window, and a saved state just that."""
         if n_past == 0:
             return True
         if self.window:
@@ -444,7 +444,7 @@ class Context:
         """Make sequence `target` a copy of sequence `source`, whatever it held. In a unified cache they
         share the cells. Otherwise llama.cpp copies all cells of a sequence during the next decode, which
         costs about as much as computing `n_ctx_share` / 200 tokens. Where few of them are in use, the
-        source's state takes less, and is taken once for all copies that are made before the next decode.
+        source's state takes less. It is taken once for all copies that are made before the next decode.
         """
         n_past = self._n_past(source)
         settled = self.slots_with_pending_copy.isdisjoint((source, target))
@@ -486,16 +486,17 @@ class Context:
             self._copied = None
 
     def save(self, seq_id: int, behind: bytes = b"", *, cancellable: bool = False) -> memoryview:
-        """A sequence's cached tokens as llama.cpp's sequence state, to be used with the same model and the
-        same cache formats, with so many bytes `behind` it. Not as `bytes`: that copy would take ten times
-        as long as llama.cpp does. With `cancellable`, raises DecodeCancelledError after `cancel(True)`."""
+        """A sequence's cached tokens as llama.cpp's sequence state, with so many bytes `behind` it. The
+        state is for the same model and the same cache formats. Not as `bytes`: that copy would take ten
+        times as long as llama.cpp does. With `cancellable`, raises DecodeCancelledError after
+        `cancel(True)`."""
         return self._save(
             seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE, behind, cancellable=cancellable
         )
 
     def checkpoint(self, seq_id: int) -> memoryview:
-        """The part of a sequence's state that `truncate` could not have back: the last window of layers
-        that have one, and the states of recurrent layers."""
+        """The part of a sequence's state that `truncate` could not have back. That is the last window
+        of layers that have one, and the states of recurrent layers."""
         return self._save(seq_id, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def _save(
@@ -561,8 +562,8 @@ def _pad(n_tokens: int) -> int:
 def _batch_of(
     seq_id: int, embeddings: NDArray[np.float32], positions: NDArray[np.int32], *, wants: bool
 ) -> tuple[llama_cpp.llama_batch, object]:
-    """Embeddings of one sequence as a batch that wants results of all rows or of none, and what must be
-    there as long as the batch is used."""
+    """Embeddings of one sequence as a batch that wants results of all rows or of none. The second value
+    must be there as long as the batch is used."""
     n_rows = len(embeddings)
     rows = np.ascontiguousarray(embeddings, np.float32)
     ids = ctypes.pointer(llama_cpp.llama_seq_id(seq_id))

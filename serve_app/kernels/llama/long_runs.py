@@ -1,7 +1,7 @@
 """Cuts texts with very long runs of characters, which would overflow the stack while they are tokenized.
 
-llama.cpp leaves some pre-tokenizers to `std::regex`, which takes some 300 bytes of the stack for each
-character that it matches at once: a run without a blank, or a run of blanks.
+llama.cpp leaves some pre-tokenizers to `std::regex`. That takes some 300 bytes of the stack for each
+character that it matches at once: a run without blanks, or of blanks.
 """
 
 from __future__ import annotations

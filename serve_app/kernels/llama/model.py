@@ -51,8 +51,9 @@ _POOLINGS: dict[int, EmbeddingPooling | Literal["rank"]] = {
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
 
-# Architectures whose recurrent layers llama.cpp rolls back by a few tokens: at no price, or with all past
-# states written after each batch (0.8B shape, Q4_K_M, 16 rows: 3 states take 8% longer, 15 a third).
+# Architectures whose recurrent layers llama.cpp rolls back by a few tokens: at no price, or slowly.
+# The slow ones have all past states written after each batch (0.8B shape, Q4_K_M, 16 rows: 3 states take
+# 8% longer, 15 a third).
 # Source: llama.cpp, `llm_arch_supports_rs_rollback`.
 _ROLLED_BACK = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
 _ROLLED_BACK_SLOWLY = frozenset(
@@ -103,11 +104,11 @@ def _token(token: int) -> int | None:
 class Model:
     """An open model. Immutable but for `stored`: any thread may call. Freed when nobody holds it any more.
 
-    `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk, where a hole may be
-    in their place: tenths of seconds and megabytes, enough to tokenize and to tell sizes. `delimiters`
-    tells which texts structure the answers that a chat template asks for: where such a text is a control
-    token, it is shown. Raises ConfigError when the file is missing, llama.cpp cannot load it, or the model
-    has an encoder besides its decoder.
+    `vocab_only` reads the metadata and the vocabulary and leaves the weights on disk, where a hole may
+    be in their place. This takes tenths of seconds and megabytes, and is enough to tokenize and to tell
+    sizes. `delimiters` tells which texts structure the answers that a chat template asks for: where
+    such a text is a control token, it is shown. Raises ConfigError when the file is missing, llama.cpp
+    cannot load it, or the model has an encoder besides its decoder.
     """
 
     def __init__(
@@ -300,10 +301,10 @@ class Model:
     def fingerprint(self) -> bytes:
         """32 bytes that tell this file's content from other models', wherever it lies.
 
-        Of the size, both ends and evenly spaced blocks, 2.25 MiB in all: to read a file of many GB
+        Of the size, both ends and evenly spaced blocks, 2.25 MiB in all. To read a file of many GB
         would take minutes at every start. The beginning is the metadata, and other weights differ
-        nearly everywhere; a change that leaves the size and all that is read is not noticed. The same is
-        read of each file of a model in shards. Raises OSError when a file is gone.
+        nearly everywhere; a change that leaves the size and all that is read is not noticed. The same
+        is read of each file of a model in shards. Raises OSError when a file is gone.
         """
         return fingerprint_of(self.files)
 
@@ -368,7 +369,7 @@ class Model:
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, not always whole characters; control tokens are empty unless
+        """The bytes of one token, not always whole characters. Control tokens are empty unless
         `special`, but for those of the model's `delimiters` that the chat template uses. Cached."""
         key = (token, special or token in self._shown)
         if key not in self._pieces:
@@ -511,12 +512,12 @@ class Model:
         return [t for t in (*begins, *query, *between, *document, *ends) if t is not None]
 
     def is_eog(self, token: int) -> bool:
-        """Whether the token ends a generation (end of text, end of turn)."""
+        """Whether the token ends an answer (end of text, end of turn)."""
         return bool(_is_eog(self._vocab, token))
 
     @functools.cached_property
     def eog_tokens(self) -> tuple[int, ...]:
-        """Every token that ends a generation."""
+        """Every token that ends an answer."""
         return tuple(token for token in range(self.n_vocab) if self.is_eog(token))
 
     @property

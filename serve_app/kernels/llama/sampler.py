@@ -22,7 +22,7 @@ from serve_app.kernels.llama.sampling.candidates import LogitsSource
 from serve_app.kernels.llama.sampling.chain import Chain
 
 _MOST_HIGHEST = 1024
-"""To move more of the highest logits is hardly less work than to move all."""
+"""The most logits that are moved: to move more of the highest is hardly less work than to move all."""
 
 
 class SequenceSampler:

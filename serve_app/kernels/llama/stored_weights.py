@@ -1,9 +1,9 @@
 """Weights as their file has them, beside the same weights that llama.cpp repacked when it loaded them.
 
 Repacked weights are for kernels of few rows. llama.cpp also has tiled kernels for many rows of K- and
-IQ-quants, which skip weights that were repacked. So where memory has room for both, each batch is computed
-over the weights that suit its rows: the tensors of the loaded model point to the repacked copy or into the
-mapped file. Graphs, KV cache and everything cached stay as they are.
+IQ-quants, which skip weights that were repacked. So where memory has room for both, each batch is
+computed over the weights that suit its rows. The tensors of the loaded model point to the repacked copy
+or into the mapped file. Graphs, KV cache and everything cached stay as they are.
 
 Sources: llama.cpp, `ggml_tensor` in ggml.h and `ggml_tiled_supported` in ggml-cpu/tiled/tiled.cpp.
 """

@@ -133,7 +133,7 @@ def converted_of(
     max_bytes: int | None,
     report: Report = nowhere,
     part: ModelPart = WHOLE,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> Path:
     """Return the file of a converted model of this user on this node, as `converted_file` does."""
     models = converted_models(max_bytes)
@@ -146,14 +146,14 @@ def converted_models(max_bytes: int | None) -> ConvertedModels:
 
 
 def name_of(
-    fingerprint: bytes, part: ModelPart = WHOLE, quantization: Quantization | None = None
+    fingerprint: bytes, part: ModelPart = WHOLE, quantization: Quantization = "none"
 ) -> str:
     """The name of a converted model, by the content of its files, or of a part of it. Raises ConfigError as
     `versions`."""
     of_part = "" if part == WHOLE else f"-{part.index + 1}-of-{part.n_parts}"
     if part.layers is not None:
         of_part += f"-layers-{part.layers.start}-{part.layers.stop}"
-    rounded = "" if quantization is None else f"-{quantization}"
+    rounded = f"-{quantization}" if quantization == "w8a8" else ""
     made_by = versions().replace(", ", "-").replace(" ", "-")
     return f"{fingerprint.hex()[:32]}-{made_by}{rounded}{of_part}"
 
@@ -164,7 +164,7 @@ def converted_file(
     models: ConvertedModels,
     report: Report = nowhere,
     part: ModelPart = WHOLE,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> Path:
     """The file of the converted model, or of a part of it, which is made if it is not there, and stays
     until this process ends. Of several processes that ask at once, one converts, and goes on if the one
@@ -185,7 +185,7 @@ def converted_file(
     return models.of(name)
 
 
-def shape_of(files: Sequence[Path], quantization: Quantization | None = None) -> ModelShape:
+def shape_of(files: Sequence[Path], quantization: Quantization = "none") -> ModelShape:
     """The sizes by which the model in these files is divided. Raises ConfigError if it cannot be."""
     try:
         return readable(files, quantization=quantization).shape
@@ -194,7 +194,7 @@ def shape_of(files: Sequence[Path], quantization: Quantization | None = None) ->
 
 
 def read_model(
-    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization | None = None
+    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
 ) -> GgufModel:
     """The model in these files, or a part of it. Raises UnreadableError with a sentence."""
     try:
@@ -211,7 +211,7 @@ def _convert(
     lock: int,
     report: Report,
     part: ModelPart,
-    quantization: Quantization | None,
+    quantization: Quantization,
 ) -> None:
     """Convert in another process, which has the lock, too: nobody else begins before it has ended."""
     name = files[0].name
@@ -219,7 +219,7 @@ def _convert(
     logger.info("Converting %s for OpenVINO. This is done once.", name)
     layers = part.layers or range(0)
     numbers = part.index, part.n_parts, layers.start, layers.stop
-    arguments = (folder, quantization or "", *numbers, *files)
+    arguments = (folder, quantization, *numbers, *files)
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (
@@ -264,7 +264,7 @@ def main(
     folder: Path,
     files: Sequence[Path],
     part: ModelPart = WHOLE,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> None:
     """Write the model of these files, or a part of it, to that folder, and say on the standard output how
     far it is."""
@@ -289,5 +289,5 @@ if __name__ == "__main__":
         Path(made),
         [Path(path) for path in sys.argv[7:]],
         ModelPart(stage, stages, range(first, end) if end else None),
-        "w8a8" if rounding else None,
+        "w8a8" if rounding == "w8a8" else "none",
     )

@@ -24,7 +24,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.base.formats import Quantization
 from serve_app.kernels.openvino.architectures import ARCHITECTURES, Architecture
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divide
-from serve_app.kernels.openvino.weights import floats, is_quantised, is_rounded, matrix_bytes
+from serve_app.kernels.openvino.weights import GROUP, floats, is_quantised, is_rounded, matrix_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,10 @@ class Rotary:
         return self._n_turned * math.log(turns) / (2 * math.log(self.base))
 
 
+# The most weights of a row that have a scale in common: more are faster, and less exact.
+_MOST_TOGETHER = 4 * GROUP
+# Matrices of which single rows are taken.
+_ROWS = ("token_embd.weight", "token_types.weight", "position_embd.weight")
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -133,10 +137,7 @@ class GgufModel:
     ConfigError for an architecture that is not known, with the reason as the rest of a sentence."""
 
     def __init__(
-        self,
-        files: Sequence[Path],
-        part: ModelPart = WHOLE,
-        quantization: Quantization | None = None,
+        self, files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
     ) -> None:
         readers = [_Reader(path) for path in files]
         self._first = readers[0]
@@ -152,6 +153,11 @@ class GgufModel:
         self.kind: Architecture = ARCHITECTURES[self.architecture]
         self.part, self.quantization = part, quantization
         self.layers = range(self.count("block_count"))
+        widths = (one.n_weights // len(one.data) for one in self.tensors if self.rounds(one))
+        width = math.gcd(*widths)
+        self.group = max(n for n in range(GROUP, _MOST_TOGETHER + 1, GROUP) if width % n == 0)
+        """Weights of a row that have a scale in common where products are rounded, as have the values that
+        they are multiplied by. OpenVINO has one such number for all of a graph."""
         if part != WHOLE:
             self._keep_part()
 
@@ -193,7 +199,7 @@ class GgufModel:
             tuple(experts[block] for block in blocks),
             self.count("expert_used_count", 0) / max(1, self.count("expert_count", 0)),
             sizes["token_embd.weight"],
-            sizes[self._output],
+            self._tied_bytes or sizes[self._output],
             (token_bytes,) * len(blocks),
         )
 
@@ -318,17 +324,39 @@ class GgufModel:
 
     def converted_bytes(self) -> int:
         """The size of the model when it is converted, at most; its vectors are left out."""
-        return sum(map(self._converted_bytes, self.tensors))
+        return sum(map(self._converted_bytes, self.tensors)) + self._tied_bytes
 
     def _converted_bytes(self, tensor: Tensor) -> int:
-        n_dimensions, is_exact = tensor.data.ndim, tensor.kind is GGMLQuantizationType.F32
+        n_dimensions = tensor.data.ndim
         if n_dimensions == 1:
             return 0
-        if self.quantization and block_of(tensor.name) and n_dimensions == 2 and not is_exact:
-            return tensor.n_weights + 4 * len(tensor.data)
+        if self.rounds(tensor) and tensor.name not in _ROWS:
+            return self._rounded_bytes(tensor)
         return matrix_bytes(
             tensor.kind, tensor.n_weights, has_wide_zeros=n_dimensions > 2
         )  # of experts
+
+    def _rounded_bytes(self, tensor: Tensor) -> int:
+        return tensor.n_weights + 4 * tensor.n_weights // self.group
+
+    @property
+    def _tied_bytes(self) -> int:
+        """Bytes of an output's matrix that is rounded, beside the same weights as rows of embeddings."""
+        tensor = self._tensors.get(self._output)
+        if tensor is None or tensor.name not in _ROWS or self.kind.encodes:
+            return 0
+        return self._rounded_bytes(tensor) if self.rounds(tensor) else 0
+
+    def rounds(self, tensor: Tensor) -> bool:
+        """Whether a product with that matrix is rounded as `quantization` says. Experts and routers are
+        not, and what the file has as 32-bit floats."""
+        return (
+            self.quantization == "w8a8"
+            and tensor.data.ndim == 2
+            and tensor.kind is not GGMLQuantizationType.F32
+            and "ffn_gate_inp" not in tensor.name
+            and tensor.n_weights // len(tensor.data) % GROUP == 0
+        )
 
     @property
     def rounded_formats(self) -> list[str]:
@@ -370,7 +398,7 @@ class UnreadableError(ConfigError):
 
 
 def readable(
-    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization | None = None
+    files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
 ) -> GgufModel:
     """The model in these files, or a part of it. Raises UnreadableError for a model that cannot be
     computed. Blocks for as long as it takes to read names: for a second where there are 100,000 tokens."""

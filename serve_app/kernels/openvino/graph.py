@@ -27,11 +27,12 @@ from serve_app.kernels.openvino.gguf_model import GgufModel, Rotary, Tensor
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart
 from serve_app.kernels.openvino.weights import (
     GROUP,
+    HADAMARD,
     Quantised,
     floats,
     is_quantised,
     quantise,
-    rounded_rows,
+    round_matrix,
 )
 
 HIDDEN = "hidden_states"
@@ -45,7 +46,6 @@ GROUPED, PLACES = "grouped", "places"
 """Inputs of encoders: the tokens of each group, and the place of each token in all groups."""
 FREQUENCIES, WINDOW_FREQUENCIES = "rotary_frequencies", "rotary_frequencies_of_windows"
 
-_OUTPUTS = ("output", "token_embd")
 # The clamp and the slope of gpt-oss's experts. Source: llama.cpp, `build_moe_ffn`.
 _CLAMP, _GATE_SLOPE = np.float32(7), np.float32(1.702)
 _GATE_UP = ("gate", "up")
@@ -89,13 +89,15 @@ def build(
     files: Sequence[Path],
     tell: Callable[[float], None],
     part: ModelPart = WHOLE,
-    quantization: Quantization | None = None,
+    quantization: Quantization = "none",
 ) -> openvino.Model:
     """The graph of the model in these files, or of a part of it; `tell` is told now and then how much of it
     is there. Raises ConfigError for a model that it does not know, with the reason as the rest of a
     sentence."""
     model = GgufModel(files, part, quantization)
     graph = (_Encoder if model.kind.encodes else _Decoder)(model, tell).build()
+    if quantization == "w8a8":  # the group of values that the kernels round with one scale
+        graph.set_rt_info(model.group, ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     if model.names_left:
         more = f" and {len(model.names_left) - 1} more" if len(model.names_left) > 1 else ""
         raise ConfigError(f"its tensor {model.names_left[0]}{more} would not be used")
@@ -117,7 +119,6 @@ class _Graph:
         self, model: GgufModel, tell: Callable[[float], None], inputs: Mapping[str, Node]
     ) -> None:
         self._model, self._tell = model, tell
-        self._times = _times if model.quantization is None else _times_rounded
         self._kind = model.kind
         self._n_head = model.count("attention.head_count")
         self._n_head_kv = model.count("attention.head_count_kv", self._n_head)
@@ -403,10 +404,11 @@ class _Graph:
         products: dict[int, Node] = {}
         for kind, places in by_kind.items():
             weights = [tensors[i].data[matrices[i][1]] for i in places]
-            # Logits and routers, which have 32-bit floats in files, lose most by rounding.
-            is_exact = kind is Kind.F32 or matrices[0][0] in _OUTPUTS
-            times = _times if is_exact else self._times
-            product = times(values, np.concatenate(weights), kind)
+            data = np.concatenate(weights)
+            if self._model.rounds(tensors[places[0]]):
+                product = _times_rounded(values, data, kind, self._model.group)
+            else:
+                product = _times(values, data, kind)
             lengths = list(map(len, weights))
             biases = [self._bias(*matrices[i], n) for i, n in zip(places, lengths, strict=True)]
             if any(bias.any() for bias in biases):
@@ -578,18 +580,17 @@ def _times(values: Node, data: NDArray[Any], kind: Kind) -> Node:
     return op.matmul(values, _whole(matrix, None, data.shape[:1]), False, True)
 
 
-def _times_rounded(values: Node, data: NDArray[Any], kind: Kind) -> Node:
+def _times_rounded(values: Node, data: NDArray[Any], kind: Kind, group: int) -> Node:
     """The product with a matrix of integers of 8 bits, as `Quantization` says.
 
-    The kernels multiply integers if the range of values is a constant. So values are divided by the
-    largest of their token first, and the product is multiplied by it."""
-    codes, scales = rounded_rows(data, kind)
-    matrix = op.multiply(op.convert(op.constant(codes), np.float32), op.constant(scales))
-    largest = op.reduce_max(op.absolute(values), _ints(-1), True)
-    largest = op.maximum(largest, op.constant(np.finfo(np.float32).tiny))
-    ends = [op.constant(np.float32(end)) for end in (-1, 1)]
-    rounded = op.fake_quantize(op.divide(values, largest), *ends, *ends, 255)
-    return op.multiply(op.matmul(rounded, matrix, False, True), largest)
+    The kernels round the values, too. A few large ones would make the steps of their group coarse, so all
+    are turned first. Products of the same values share that: OpenVINO joins what is alike."""
+    matrix = round_matrix(data, kind, group)
+    width = matrix.codes[0].size
+    blocks = op.reshape(values, _ints(0, -1, GROUP), True)
+    turned = op.matmul(blocks, op.constant(HADAMARD), False, False)
+    turned = op.reshape(turned, _ints(0, -1, width), True)
+    return op.matmul(turned, _whole(matrix, None, data.shape[:1]), False, True)
 
 
 def _with_sums(values: Node, n_groups: int, n_groups_with_sums: int) -> Node:
@@ -638,10 +639,10 @@ def _plain(weights: NDArray[Any]) -> Node:
 def _whole(matrix: Quantised, zeros: NDArray[np.float32] | None, shape: tuple[int, ...]) -> Node:
     """The weights as the kernels want to see them: integers, less their zeros, times scales. `shape` is
     that of the rows. Without `zeros`, the matrix's own are used, which are integers."""
-    n_groups = matrix.codes.shape[1]
+    _, n_groups, group = matrix.codes.shape
     fit_half = (matrix.scales.astype(np.float16) == matrix.scales).all()
     kind = np.float16 if zeros is None and fit_half else np.float32
-    codes = op.convert(_codes(matrix, (*shape, n_groups, GROUP)), kind)
+    codes = op.convert(_codes(matrix, (*shape, n_groups, group)), kind)
     if zeros is not None:
         codes = op.subtract(codes, op.constant(zeros.reshape(*shape, n_groups, 1)))
     elif matrix.zeros is not None:
@@ -649,7 +650,7 @@ def _whole(matrix: Quantised, zeros: NDArray[np.float32] | None, shape: tuple[in
         codes = op.subtract(codes, op.convert(whole_zeros, kind))
     scales = matrix.scales.reshape(*shape, n_groups, 1).astype(kind)
     scaled = op.multiply(codes, op.constant(scales))
-    whole = op.reshape(scaled, _ints(*shape, n_groups * GROUP), False)
+    whole = op.reshape(scaled, _ints(*shape, n_groups * group), False)
     return whole if kind is np.float32 else op.convert(whole, np.float32)
 
 

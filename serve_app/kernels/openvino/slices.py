@@ -16,6 +16,7 @@ from typing import Any
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
+from serve_app.base.formats import Quantization
 from serve_app.base.progress import Report
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.openvino import convert
@@ -32,16 +33,21 @@ _Tensor = tuple[str, NDArray[Any], GGMLQuantizationType]
 
 @contextmanager
 def converted_slice(
-    model: Model, max_bytes: int | None, report: Report
+    model: Model,
+    max_bytes: int | None,
+    report: Report,
+    quantizations: Sequence[Quantization] = ("none",),
 ) -> Iterator[tuple[Path, float, float]]:
-    """A slice that is also converted, until the end; its part of the model's time; and the seconds that it
-    takes to convert the whole model. A small model is its own slice, and stays converted and open.
+    """A slice that is also converted, in each of these ways, until the end; its part of the model's time;
+    and the seconds that it takes to convert the whole model in one of them. A small model is its own slice,
+    and stays converted and open.
 
     Raises ConfigError, UnreadableError and OSError."""
     whole, models = convert.read_model(model.files), convert.converted_models(max_bytes)
     layers = sliced_layers(whole)
     if len(layers) == len(whole.layers):
-        convert.converted_of(model, max_bytes, report)
+        for quantization in quantizations:
+            convert.converted_of(model, max_bytes, report, quantization=quantization)
         yield model.path, 1.0, 0.0
         return
     name = f"{convert.name_of(model.fingerprint())}-slice"
@@ -53,19 +59,22 @@ def converted_slice(
             path = folder / f"{model.path.stem}-slice.gguf"
             _write(path, whole, layers, tensors)
             part = Model(path, vocab_only=True)
-            converted = convert.name_of(part.fingerprint())
-            with models.locks.alone(converted, wait=True):
-                pass  # the conversion of a start that was killed goes on
-            models.remove(converted)  # what is there already would seem to take no time
+            names = [convert.name_of(part.fingerprint(), quantization=q) for q in quantizations]
+            for converted in names:
+                with models.locks.alone(converted, wait=True):
+                    pass  # the conversion of a start that was killed goes on
+                models.remove(converted)  # what is there already would seem to take no time
             began = time.monotonic()
             try:
-                convert.converted_of(part, max_bytes, report)
-                seconds = time.monotonic() - began
+                for quantization in quantizations:
+                    convert.converted_of(part, max_bytes, report, quantization=quantization)
+                seconds = (time.monotonic() - began) / len(quantizations)
                 seconds *= sum(tensor.data.nbytes for tensor in whole.tensors) / n_bytes
                 yield path, len(layers) / len(whole.layers), seconds
             finally:
-                models.leave(converted)
-                models.remove(converted)
+                for converted in names:
+                    models.leave(converted)
+                    models.remove(converted)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

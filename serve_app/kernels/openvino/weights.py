@@ -1,4 +1,4 @@
-"""A GGUF file's matrices as OpenVINO's kernels take them: small integers, with a scale for each 32.
+"""A GGUF file's matrices as OpenVINO's kernels take them: small integers, with a scale for each group.
 
 The kernels quantise activations, too, and multiply integers. They do so only if what is subtracted from the
 weights is an integer: with any other offset, they compute in floats, and prompts take twice as long. So the
@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -22,10 +23,24 @@ from gguf.quants import Q4_K
 from numpy.typing import NDArray
 
 GROUP = 32
-"""Weights of a row that have a scale in common."""
+"""Weights of a row that have a scale in common, where the file's codes are kept."""
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+
+
+def _hadamard(size: int) -> Floats:
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix /= np.sqrt(np.float32(size))
+    return matrix
+
+
+HADAMARD = _hadamard(GROUP)
+"""Turns `GROUP` numbers of a row, and turns them back. One large number becomes smaller ones everywhere,
+and products of rows stay what they are. Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in
+Rotated LLMs", 2024."""
 
 _PLAIN = (Kind.F32, Kind.F16)
 _OF_FOUR_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K)
@@ -42,8 +57,8 @@ class Quantised:
     """A matrix: each weight is `(code - zero) * scale + offset`."""
 
     codes: NDArray[np.int8]
-    """Codes of shape [rows, groups, GROUP]; the other arrays have [rows, groups]. Codes fit `bits`,
-    without a sign if there are zeros."""
+    """Codes of shape [rows, groups, weights of a group]; the other arrays have [rows, groups]. Codes fit
+    `bits`, without a sign if there are zeros."""
     bits: int
     scales: Floats
     zeros: Bytes | None = None
@@ -119,16 +134,19 @@ def quantise(data: Bytes, kind: Kind) -> Quantised:
     )
 
 
-def rounded_rows(data: NDArray[np.generic], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
-    """The matrix with these rows as integers of 8 bits, and a scale for each row. Raises as `quantise`."""
-    codes, scales = zip(*_by_rows(_round, data, kind), strict=True)
-    return np.concatenate(codes), np.concatenate(scales)
+def round_matrix(data: NDArray[np.generic], kind: Kind, group: int) -> Quantised:
+    """The matrix with these rows, turned by `HADAMARD` and rounded to 8 bits, with a scale for so many
+    weights. Raises as `quantise`."""
+    parts = _by_rows(partial(_round, group=group), data, kind)
+    codes, scales = zip(*parts, strict=True)
+    return Quantised(np.concatenate(codes), 8, np.concatenate(scales))
 
 
-def _round(data: NDArray[Any], kind: Kind) -> tuple[NDArray[np.int8], Floats]:
+def _round(data: NDArray[Any], kind: Kind, group: int) -> tuple[NDArray[np.int8], Floats]:
     weights = floats(data, kind).astype(np.float32)
-    scales = np.abs(weights).max(axis=1, keepdims=True) / np.float32(_MOST)
-    return _codes(weights[:, None], scales)[:, 0], scales
+    turned = (weights.reshape(-1, GROUP) @ HADAMARD).reshape(len(weights), -1, group)
+    scales = np.abs(turned).max(axis=-1) / np.float32(_MOST)
+    return _codes(turned, scales), scales
 
 
 def _by_rows(

@@ -89,8 +89,7 @@ class Answerer:
                 raise ConfigError(f"The process of model {model.id} cannot load it.")
         place = IngressPlace("corral", "local", "", [handle])
         settings = IngressSettings(IngressConfig(allow_anonymous=True))
-        ingress = IngressServer()
-        await ingress.start([model], settings, place)
+        ingress = await IngressServer.open([model], settings, place)
         self._app = ingress.api()
 
     def __call__(self, batch: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ class Reading:
 
     path: str = CHAT
     column: str | None = None
-    """None: rows are of OpenAI's batch format."""
+    """The column to read; with None, rows are of OpenAI's batch format."""
     system: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 

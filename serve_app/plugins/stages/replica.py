@@ -53,7 +53,7 @@ class StageSpeed(msgspec.Struct, frozen=True):
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """What a stage tells the others before any of them loads its part."""
+    """The figures that a stage tells the others before any of them loads its part."""
 
     node_id: str
     memory_bytes: int | None

@@ -26,7 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Some of what the model thinks before it answers."""
+    """A part of the model's reasoning before it answers."""
 
     text: str
 

@@ -41,8 +41,8 @@ class ToolFormat:
     """Texts of the format that are tokens of their own in some vocabularies."""
     make_parser: Callable[[Sequence[Function]], CallParser]
     rules: Callable[[Sequence[Function], lark.Delimiter, bool], str]
-    """The rule `calls` in llguidance's Lark, and those that it needs: what is behind the first opening,
-    which is one call, or more if the flag is set."""
+    """The rule `calls` in llguidance's Lark, and those that it needs. It is for what is behind the
+    first opening: one call, or more if the flag is set."""
     opening: str | None = None
     """The delimiter before a call; None if a call is just the whole answer."""
     message: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict

@@ -80,9 +80,9 @@ def parameters(
     behind: Callable[[str], str] = lambda _: "",
 ) -> list[str]:
     """The function's parameters, in the order of their schema, for formats that write strings without
-    quotation marks: what `opening` makes of the name, the value, `closing`, and what `behind` makes of the
-    name, all as grammars say them. Parameters that are not required may be missing. Needs the rule of
-    `free_text`."""
+    quotation marks. Each is what `opening` makes of the name, the value, `closing`, and what `behind`
+    makes of the name, all as grammars say them. Parameters that are not required may be missing. Needs
+    the rule of `free_text`."""
     schema = function.get("parameters") or {}
     required = schema.get("required")
     rules = []
@@ -102,7 +102,7 @@ def free_text(closing: str) -> str:
 def _bare_value(schema: Any, root: Mapping[str, Any], closing: str) -> str:
     """A value of this schema, and what closes it."""
     types = types_of(schema, root)
-    values = [one for one in constants(resolve(schema, root)) if isinstance(one, str)]
+    values = [one for one in constants(resolve_reference(schema, root)) if isinstance(one, str)]
     if types == {"string"} and values:
         return f"({' | '.join(text(value) for value in values)}) {closing}"
     if not types or "string" in types:
@@ -178,7 +178,7 @@ def constants(schema: Mapping[str, Any]) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def resolve(schema: Any, root: Any) -> Mapping[str, Any]:
+def resolve_reference(schema: Any, root: Any) -> Mapping[str, Any]:
     """The schema itself behind a `$ref` to the root's definitions or an `allOf` of one (pydantic's)."""
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):

@@ -34,8 +34,8 @@ class TaggedCall:
 
 class CallParser:
     """Splits a text that arrives in pieces into content and calls. The result does not depend on
-    how the text is cut. Nothing is lost except line ends around calls, and a format's own texts
-    between them: text that looks like a call and is none comes back as content. Not thread-safe.
+    how the text is cut. Nothing is lost except line ends around calls, and a format's own texts between
+    them. Text that looks like a call and is none comes back as content. Not thread-safe.
 
     With `in_pieces`, calls are CallPieces, and a call's arguments are told as they come. Parts of a
     call that were returned are not taken back: if it is cut short or goes wrong, its arguments stay
@@ -143,8 +143,9 @@ class CallParser:
         return [content] if content else []
 
     def _find(self, text: str, at: int) -> tuple[int, int | None]:
-        """Where, from this place on, the first opening begins, with the line ends before it, and where it
-        ends: None while there is only what may become one. The text's end if there is not even that."""
+        """The place, from this one on, where the first opening begins, with the line ends before it,
+        and where it ends: None while there is only what may become one. The text's end if there is not
+        even that."""
         place = text.find(self.opening, at)
         start = place if place >= 0 else len(text) - overlap(text, self.opening, at)
         while start > at and text[start - 1] == "\n":
@@ -214,8 +215,8 @@ class CallParser:
     def _json_call(
         self, text: TextReader, keys: tuple[str, ...], *, needs_arguments: bool = False
     ) -> Reading[Sequence[ToolCall]]:
-        """The call that the JSON object that comes next stands for, with its arguments at one of `keys`; a
-        call without arguments has none of these, unless it needs them."""
+        """The call that the JSON object that comes next stands for, with its arguments at one of
+        `keys`. A call without arguments has none of these, unless it needs them."""
         body: dict[str, object] = {}
         calls: Sequence[ToolCall] = ()
         yield from text.delimiter("{")

@@ -1,7 +1,7 @@
 """Calls of a replica's methods over a socket between two processes of a local server.
 
-A message is a frame, as channels have them. Values carry the name of their kind, and nothing is made of a
-message but values of these kinds: a process that a client has taken over could send anything.
+A message is a frame, as channels have them. Values carry the name of their kind, and nothing is made of
+a message but values of these kinds. A process that a client has taken over could send anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CallMessage(msgspec.Struct, array_like=True, frozen=True):
     values: tuple[tuple[str, msgspec.Raw], ...] = ()
 
 
-def pack(value: object) -> tuple[str, msgspec.Raw]:
+def pack_value(value: object) -> tuple[str, msgspec.Raw]:
     """A value with the name of its kind. Raises TypeError for another one."""
     kind = "CorralError" if isinstance(value, CorralError) else type(value).__name__
     if isinstance(value, np.ndarray):
@@ -62,10 +62,10 @@ def pack(value: object) -> tuple[str, msgspec.Raw]:
         kind = "media" if value and isinstance(value[0], Medium) else "tokens"
     elif kind not in _KINDS:
         kind = ""
-    return kind, msgspec.Raw(msgpack.pack(value))
+    return kind, msgspec.Raw(msgpack.encode(value))
 
 
-def unpack(kind: str, value: msgspec.Raw) -> Any:
+def unpack_value(kind: str, value: msgspec.Raw) -> Any:
     """The value of that kind. Raises msgspec.MsgspecError or KeyError if it is none."""
     content = msgpack.decoder(_KINDS[kind]).decode(value)
     if kind == "array":
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
             raise _loss()
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(CallMessage(number, method, tuple(map(pack, arguments))))
+        self._send(CallMessage(number, method, tuple(map(pack_value, arguments))))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         return len(self._calls)
 
     def _send(self, message: CallMessage) -> None:
-        self._transport.write(frame_body(msgpack.pack(message)))
+        self._transport.write(frame_body(msgpack.encode(message)))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -128,12 +128,12 @@ class Connection(asyncio.Protocol):
         number, method = message.number, message.method
         if method is None:
             if (answer := self._calls.get(number)) is not None and not answer.done():
-                answer.set_result(unpack(*message.values[0]))
+                answer.set_result(unpack_value(*message.values[0]))
         elif not method:
             if (task := self._answering.get(number)) is not None:
                 task.cancel()
         else:
-            arguments = [unpack(*value) for value in message.values]
+            arguments = [unpack_value(*value) for value in message.values]
             task = asyncio.create_task(self._run(number, self._answer(method), arguments))
             self._answering[number] = task
             task.add_done_callback(lambda _: self._answering.pop(number))
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
             logger.exception("A call failed")
             outcome = EngineFailedError(f"The engine's process failed ({type(error).__name__}).")
         if not self._transport.is_closing():
-            self._send(CallMessage(number, None, (pack(outcome),)))
+            self._send(CallMessage(number, None, (pack_value(outcome),)))
 
     def connection_lost(self, _: Exception | None) -> None:
         for answer in self._calls.values():

@@ -32,7 +32,7 @@ METHODS = frozenset(
         *("load_adapter", "unload_adapter", "stats", "explain", "act_on_slot"),
     }
 )
-"""What a server may call beside `start` and `ping`."""
+"""The methods that a server may call beside `start` and `ping`."""
 _HEALTH_EVERY_S = 2.0
 _END_S = 5.0
 """The longest time that unloading may take when the server is gone."""
@@ -71,11 +71,10 @@ class EngineProcess:
             *("corral", model.id, replica_id, "local", Path(folder), reserved_cpus),
             measures_again=measures_again,
         )
-        replica: LoadedModel | OnDemandModel = (
-            LoadedModel() if model.on_demand is None else OnDemandModel()
-        )
-        await replica.start(model, place)
-        self._replica = replica
+        if model.on_demand is None:
+            self._replica = await LoadedModel.load(model, place)
+        else:
+            self._replica = OnDemandModel(model, place)
         self._watching = asyncio.create_task(self._watch())
 
     async def ping(self) -> None:
@@ -97,7 +96,7 @@ class EngineProcess:
                 logger.warning("The model is not wholly unloaded: %r.", error)
 
 
-async def run(connection: socket.socket) -> None:
+async def run_engine(connection: socket.socket) -> None:
     """Answer calls until the other end is gone."""
     process = EngineProcess()
     await asyncio.get_running_loop().create_unix_connection(
@@ -115,7 +114,7 @@ def main() -> None:
     descriptor, folder = int(sys.argv[1]), Path(sys.argv[2])
     metrics.keep_in(folder / "metrics")
     shared_entries.keep_in(folder / "entries")
-    uvloop.run(run(socket.socket(fileno=descriptor)))
+    uvloop.run(run_engine(socket.socket(fileno=descriptor)))
     os._exit(0)  # threads that still compute are not waited for
 
 

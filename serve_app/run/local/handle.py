@@ -133,7 +133,7 @@ class LocalHandle:
             child = await self._start_again(pause_s)
 
     async def _start_again(self, pause_s: float) -> EngineChild:
-        """Another process, after a pause, as soon as there can be one."""
+        """Start another process, after a pause, as soon as there can be one."""
         while True:
             await _pause(pause_s)
             try:

@@ -55,7 +55,7 @@ STALLED_S = 600.0
 _LINGER_S = 2.0
 """The time in which a client can read why it is refused, while what it sends is dropped."""
 _SOON_S = 5.0
-"""What a connection has waited for less long may be on its way."""
+"""The seconds in which what a connection waits for may be on its way."""
 _UNSENT_BYTES = 64 * 2**10
 """The most bytes of an answer that the kernel keeps, beyond those on their way. By itself, it keeps some
 megabytes for a client that reads nothing. Source: ip-sysctl.rst of Linux, `tcp_notsent_lowat`."""

@@ -2,8 +2,8 @@
 
     python -m serve_app.run.local.server CONFIG [--events FD]
 
-A configuration that asks for more than one machine and one replica of each model runs on Ray Serve instead:
-this process becomes `serve_app.cluster.one_machine`, which has the same arguments and events.
+A configuration that asks for more than one machine and one replica of each model runs on Ray Serve
+instead. This process becomes `serve_app.cluster.one_machine`, which has the same arguments and events.
 
 SIGINT and SIGTERM end it in order: running answers end first, and new requests get 503 meanwhile. The same
 signal again ends all streams with an error. Most of a start is imports, so the models'
@@ -127,8 +127,7 @@ class LocalServer:
             model_host=self if self._app.manage_models else None,
             forks_workers=True,
         )
-        ingress = IngressServer()
-        await ingress.start(self.configured_models, self._settings, place)
+        ingress = await IngressServer.open(self.configured_models, self._settings, place)
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)

@@ -109,7 +109,7 @@ def place_on_cpus(
         return CpuPlacement(pinning, model.threads, "as configured", _computing(pinning, most))
     reason = _reason(here, pinning, reserved)
     computing = _computing(pinning, max(most, n_cores))
-    return CpuPlacement(pinning, n_cores, reason, computing, _turns(pinning, here))
+    return CpuPlacement(pinning, n_cores, reason, computing, _file_of_turns(pinning, here))
 
 
 def _pinning(
@@ -133,10 +133,10 @@ def _computing(pinning: CorePinning, threads: int) -> tuple[int, ...] | None:
 def shared_cores() -> tuple[int, Path]:
     """The physical cores of this machine, and the file of those that compute on all of them in turns."""
     here = machine.read_machine()
-    return here.n_cores, _turns(_no_pinning(""), here)
+    return here.n_cores, _file_of_turns(_no_pinning(""), here)
 
 
-def _turns(pinning: CorePinning, here: machine.Machine) -> Path:
+def _file_of_turns(pinning: CorePinning, here: machine.Machine) -> Path:
     """The file of those that compute on the same CPUs, also in other servers of this user."""
     cpus = here.topology.cpus if pinning.cores is None else pinning.cores
     name = machine.list_cpus(cpus).replace(", ", "_")

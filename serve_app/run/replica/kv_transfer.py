@@ -210,8 +210,8 @@ class TransferTally:
 def plan_pull(
     offers: Iterable[Offer], held: Sequence[Prefix], room_bytes: int
 ) -> list[tuple[HotPrefix, str]]:
-    """The prefixes that a new replica asks for, the hottest first, each with its source: of several
-    that have it, the one with the smallest state."""
+    """The prefixes that a new replica asks for, the hottest first, each with its source. Of several
+    that have it, the one with the smallest state is taken."""
     n_begun, smallest = Counter[Prefix](), dict[Prefix, tuple[int, str]]()
     for offer in offers:
         for hot in offer.prefixes:

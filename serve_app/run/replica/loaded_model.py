@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base import heap, plugins
-from serve_app.base.engine_options import AdapterFile
+from serve_app.base.engine_options import AdapterFile, EngineOptions
 from serve_app.base.errors import (
     ChannelBrokenError,
     CorralError,
@@ -47,7 +48,7 @@ from serve_app.engine.cache.prefixes import Prefix
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.run import sizing
 from serve_app.run.placement.machine import ThrottleWatch, available_memory, cpu_quota, throttled_s
-from serve_app.run.placement.pinning import place_on_cpus
+from serve_app.run.placement.pinning import CpuPlacement, place_on_cpus
 from serve_app.run.replica.adapters import Files, ReplicaAdapters
 from serve_app.run.replica.batching import Batcher
 from serve_app.run.replica.kv_transfer import KVTransfer, Offer, TransferTarget
@@ -64,102 +65,72 @@ checks have their turns in between."""
 Entry = tuple[GenerationRequest, Callable[[TokenDelta], None]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of a loaded model. `closing` gives them back, the last one first."""
+
+    model: ResolvedModel
+    place: ReplicaPlace
+    cpus: CpuPlacement
+    throttling: ThrottleWatch
+    engine: Engine
+    stage: Any
+    """The stage, of a model in stages; None for a whole model."""
+    channels: Channels
+    reporting: Reporting
+    metrics: ReplicaMetrics
+    adapters: ReplicaAdapters
+    kv_transfer: KVTransfer
+    closing: AsyncExitStack
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ModelFiles:
+    """The files of a model, which are here."""
+
+    path: Path
+    adapters: tuple[AdapterFile, ...]
+    projector: Path | None
+    draft: Path | None
+    n_fetched_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        parts = (self.path, self.projector, self.draft)
+        return sum(shards.size_on_disk(part) for part in parts if part is not None)
+
+
 class LoadedModel:
     """A loaded model's engine. Its methods run in the replica's event loop; decoding has its thread."""
 
-    _has_started = False
-    _closing: AsyncExitStack | None = None
-
-    async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
-        """Load the model. To be called first and once. Raises CorralError."""
-        self._place, self._closing = place, AsyncExitStack()
-        if model.encrypts_folders:
-            check_encrypted("engine.cache_folder", model.options.prefix_folder)
-            check_encrypted("engine.slot_folder", model.options.slot_folder)
-        whose = place.app, place.deployment, place.replica_id, place.node_id
-        async with publish_progress(*whose) as tell:
-            files = Files(model.downloads, tell)
-            find = files.find
-            path = await find(model.source)
-            adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
-            projector = None if model.projector is None else await find(model.projector)
-            draft = None if model.draft is None else await find(model.draft)
-        weights = sum(
-            shards.size_on_disk(part) for part in (path, projector, draft) if part is not None
-        )
-        weights //= 1 if place.gang is None else place.gang.size
-        on_demand = model.on_demand
-        reserved = place.reserved_cpus if on_demand is None else on_demand.num_cpus
-        self._cpus, self._sizing = place_on_cpus(model, reserved), model.sizing
-        self._closing.callback(self._cpus.pinning.undo)
-        self._throttling = ThrottleWatch(throttled_s(), time.monotonic())
-        memory_bytes = available_memory()
-        options = dataclasses.replace(
-            sizing.bound(model.options, model.memory_shares, memory_bytes - weights),
-            memory_bytes=memory_bytes,
-            threads=self._cpus.threads,
-            computing_cpus=self._cpus.computing_cpus,
-            turns=self._cpus.turns,
-            pinned=_prefixes(path, model.system_prompts, model.defaults.chat_template),
-            profile_folder=cache_folder() / "profiles",
-            measures_again=place.measures_again and on_demand is None,
-            adapters=tuple(adapters),
-            projector=projector,
-            draft=draft,
-            max_converted_bytes=model.downloads.max_converted_bytes,
-        )
-        self._channels = Channels(place.node_id, place.replica_id)
-        self._closing.callback(self._channels.close)
-        self._stage: Any = None
-        async with publish_progress(*whose) as tell:
-            load = partial(Engine.load, path, options, tell)
-            if place.gang is not None:
-                self._stage = plugins.load_plugin("stages").ReplicaStage(place, place.gang)
-                self._closing.callback(self._stage.chain.close)
-                load = partial(self._stage.load, path, options, tell)
-            with ThreadPoolExecutor(1) as pool:  # a new thread: it inherits this one's processors
-                self._engine = await asyncio.get_running_loop().run_in_executor(pool, load)
-        self._closing.push_async_callback(asyncio.to_thread, self._engine.close, timeout_s=0)
-        self._vocabulary_key = self._engine.vocabulary_key
-        self._engine.on_delivered(self._channels.flush)
-        self._metrics = ReplicaMetrics(model.id)
-        self._closing.callback(self._metrics.rest)
-        self._metrics.count_download(files.n_bytes)
-        self._reporting = Reporting(self._engine, self._channels)
-        self._batches_may_scale = model.batches_may_scale
+    def __init__(self, parts: ModelParts) -> None:
+        """The object owns the parts from now on."""
+        self._place, self._cpus, self._stage = parts.place, parts.cpus, parts.stage
+        self._engine, self._channels = parts.engine, parts.channels
+        self._reporting, self._metrics = parts.reporting, parts.metrics
+        self._adapters, self._kv_transfer = parts.adapters, parts.kv_transfer
+        self._throttling, self._closing = parts.throttling, parts.closing
+        self._sizing = parts.model.sizing
+        self._batches_may_scale = parts.model.batches_may_scale
+        self._vocabulary_key = parts.engine.vocabulary_key
+        options = parts.engine.options
         most = min(MOST_ENTERING, options.n_slots + options.max_waiting)
-        self._entries = Batcher(self._engine.submit_to, most)
-        self._texts = Batcher(self._engine.embed_many, most)
-        logger.info(
-            "Model %s: %d slots, %d tokens together, %d in a request; %d threads (%s), %s; %s.",
-            model.id,
-            options.n_slots,
-            options.n_ctx_together,
-            options.n_ctx_slot,
-            options.threads,
-            self._cpus.reason,
-            self._cpus.pinning.report,
-            model.sizing,
-        )
-        logger.info("Model %s: %s.", model.id, self._engine.stats().memory_report())
-        self._adapters = ReplicaAdapters(model, self._engine, LoadedAdapters(place.app))
-        await self._adapters.catch_up()
-        self._kv_transfer = KVTransfer(self._engine, place)
-        if on_demand is None or on_demand.has_peers:
-            await self._kv_transfer.pull()
-        self._reporter = asyncio.create_task(self._reporting.run())
-        self._closing.callback(self._reporter.cancel)
-        heap.trim_soon()
-        self._has_started = True
+        self._entries = Batcher(parts.engine.submit_to, most)
+        self._texts = Batcher(parts.engine.embed_many, most)
+
+    @classmethod
+    async def load(cls, model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
+        """Load a model. Raises CorralError: see `load_parts`."""
+        return cls(await load_parts(model, place))
 
     async def generate(
         self, request: GenerationRequest, vocabulary_key: bytes, address: Address, number: int
     ) -> CorralError | None:
         """Run a request to its end, whose tokens are of that vocabulary. That the engine has taken it, and
         its deltas, go over the channel to that address, for the call of that number. Cancelling frees its
-        slot. If it is refused, or its channel breaks, that is returned: what is raised, Serve takes for an
-        error of the replica, and logs it with its traceback. An error that ends it goes over the channel,
-        too: from here, it might overtake what came before."""
+        slot. If it is refused, or its channel breaks, that is returned. What is raised, Serve takes for
+        an error of the replica, and logs it with its traceback. An error that ends it goes over the
+        channel, too: from here, it might overtake what came before."""
         try:
             self._refuse_strange_tokens(vocabulary_key)
             await self._adapters.have(request.adapters)
@@ -329,22 +300,146 @@ class LoadedModel:
         self._metrics.update(self._engine.stats())
 
     async def leave(self) -> None:
-        """Close, after other replicas have been sent what they lack. Serve also calls it if the start has
-        failed, wherever that was."""
-        if self._has_started:
-            await self._kv_transfer.push()
+        """Close, after other replicas have been sent what they lack."""
+        await self._kv_transfer.push()
         await self.close()
 
     async def close(self) -> None:
         """Unload the model, and give all back. Running requests end with an error, and go on when
-        there is a replica. Idempotent; for one whose start failed, too."""
-        if self._closing is not None:
-            await self._closing.aclose()
+        there is a replica. Idempotent."""
+        await self._closing.aclose()
 
     def forget(self) -> None:
         """Let go of everything, after `close` and when no call runs any more. Serve's queues keep the
         object whose method they called last, and with it the model's memory."""
         vars(self).clear()
+
+
+async def load_parts(model: ResolvedModel, place: ReplicaPlace) -> ModelParts:
+    """Load the model. Raises CorralError, and whatever else may go wrong: nothing is left of it then."""
+    closing = AsyncExitStack()
+    try:
+        return await _load_into(closing, model, place)
+    except BaseException as error:
+        await closing.aclose()
+        traceback.clear_frames(error.__traceback__)  # they have the model's memory
+        raise
+
+
+async def _load_into(
+    closing: AsyncExitStack, model: ResolvedModel, place: ReplicaPlace
+) -> ModelParts:
+    if model.encrypts_folders:
+        check_encrypted("engine.cache_folder", model.options.prefix_folder)
+        check_encrypted("engine.slot_folder", model.options.slot_folder)
+    files = await _find_files(model, place)
+    on_demand = model.on_demand
+    cpus = place_on_cpus(model, place.reserved_cpus if on_demand is None else on_demand.num_cpus)
+    closing.callback(cpus.pinning.undo)
+    throttling = ThrottleWatch(throttled_s(), time.monotonic())
+    options = _options(model, place, cpus, files)
+    channels = Channels(place.node_id, place.replica_id)
+    closing.callback(channels.close)
+    engine, stage = await _load_engine(closing, files.path, options, place)
+    engine.on_delivered(channels.flush)
+    metrics = ReplicaMetrics(model.id)
+    closing.callback(metrics.rest)
+    metrics.count_download(files.n_fetched_bytes)
+    _log_plan(model, options, cpus, engine)
+    adapters = ReplicaAdapters(model, engine, LoadedAdapters(place.app))
+    await adapters.catch_up()
+    kv_transfer = KVTransfer(engine, place)
+    if on_demand is None or on_demand.has_peers:
+        await kv_transfer.pull()
+    reporting = Reporting(engine, channels)
+    closing.callback(asyncio.create_task(reporting.run()).cancel)
+    heap.trim_soon()
+    return ModelParts(
+        model,
+        place,
+        cpus=cpus,
+        throttling=throttling,
+        engine=engine,
+        stage=stage,
+        channels=channels,
+        reporting=reporting,
+        metrics=metrics,
+        adapters=adapters,
+        kv_transfer=kv_transfer,
+        closing=closing,
+    )
+
+
+async def _find_files(model: ResolvedModel, place: ReplicaPlace) -> _ModelFiles:
+    """The model's files, downloaded if they are not here. Raises CorralError."""
+    async with publish_progress(
+        place.app, place.deployment, place.replica_id, place.node_id
+    ) as tell:
+        files = Files(model.downloads, tell)
+        find = files.find
+        path = await find(model.source)
+        adapters = [AdapterFile(part.id, await find(part.source)) for part in model.adapters]
+        projector = None if model.projector is None else await find(model.projector)
+        draft = None if model.draft is None else await find(model.draft)
+    return _ModelFiles(path, tuple(adapters), projector, draft, files.n_bytes)
+
+
+def _options(
+    model: ResolvedModel, place: ReplicaPlace, cpus: CpuPlacement, files: _ModelFiles
+) -> EngineOptions:
+    """The engine's options, with what this machine has for it now."""
+    weight_bytes = files.weight_bytes // (1 if place.gang is None else place.gang.size)
+    memory_bytes = available_memory()
+    return dataclasses.replace(
+        sizing.bound(model.options, model.memory_shares, memory_bytes - weight_bytes),
+        memory_bytes=memory_bytes,
+        threads=cpus.threads,
+        computing_cpus=cpus.computing_cpus,
+        turns=cpus.turns,
+        pinned=_prefixes(files.path, model.system_prompts, model.defaults.chat_template),
+        profile_folder=cache_folder() / "profiles",
+        measures_again=place.measures_again and model.on_demand is None,
+        adapters=files.adapters,
+        projector=files.projector,
+        draft=files.draft,
+        max_converted_bytes=model.downloads.max_converted_bytes,
+    )
+
+
+async def _load_engine(
+    closing: AsyncExitStack, path: Path, options: EngineOptions, place: ReplicaPlace
+) -> tuple[Engine, Any]:
+    """The engine, and the stage of a model in stages. Raises CorralError."""
+    stage: Any = None
+    async with publish_progress(
+        place.app, place.deployment, place.replica_id, place.node_id
+    ) as tell:
+        load = partial(Engine.load, path, options, tell)
+        if place.gang is not None:
+            stage = plugins.load_plugin("stages").ReplicaStage(place, place.gang)
+            closing.callback(stage.chain.close)
+            load = partial(stage.load, path, options, tell)
+        with ThreadPoolExecutor(1) as pool:  # a new thread: it inherits this one's processors
+            engine = await asyncio.get_running_loop().run_in_executor(pool, load)
+    closing.push_async_callback(asyncio.to_thread, engine.close, timeout_s=0)
+    return engine, stage
+
+
+def _log_plan(
+    model: ResolvedModel, options: EngineOptions, cpus: CpuPlacement, engine: Engine
+) -> None:
+    logger.info(
+        "Model %s: %d slots, %d tokens together, %d in a request; %d threads (%s), %s; %s.",
+        model.id,
+        options.n_slots,
+        options.n_ctx_together,
+        options.n_ctx_slot,
+        options.threads,
+        cpus.reason,
+        cpus.pinning.report,
+        model.sizing,
+    )
+    logger.info("Model %s: %s.", model.id, engine.stats().memory_report())
 
 
 def _end_process(error: EngineFailedError) -> NoReturn:

@@ -1,7 +1,7 @@
 """A model on demand: its place on the node, when it is loaded, and what its process answers.
 
 The model's processes stay when the model is unloaded. To start a process, and to import what an engine
-needs, takes seconds; to load a model into a process that has done so takes little more than to read it.
+needs, takes seconds. To load a model into a process that has done so takes little more than to read it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Residency:
             os.close(ticket)
 
     def gives_way(self) -> bool:
-        """Whether somebody waits, no place is free, and this model is the one to go: the idle one that was
-        used longest ago, or else the one that has worked for longest."""
+        """Whether somebody waits, no place is free, and this model is the one to go. That is the idle
+        one that was used longest ago, or else the one that has worked for longest."""
         if self._own is None or not self._others_wait():
             return False
         others = [place for place in self._places if place != self._own]
@@ -323,16 +323,14 @@ class OnDemandModel:
     """A model that is loaded and unloaded within one process. Calls that need the model load it; all others
     answer without it while it is not loaded. Used in the replica's event loop."""
 
-    async def start(self, model: ResolvedModel, place: ReplicaPlace) -> None:
-        """Be ready to load the model. To be called first and once."""
+    def __init__(self, model: ResolvedModel, place: ReplicaPlace) -> None:
+        """Be ready to load the model. Raises OSError."""
         settings = model.on_demand
         assert settings is not None  # or it would be a LoadedModel
+        residency = Residency(place.folder / "on-demand", place.replica_id, settings.max_loaded)
+        load = functools.partial(LoadedModel.load, model, place)
+        self.lifecycle = ModelLifecycle(model.id, settings.keep_alive_s, residency, load, _clean_up)
         self.id = place.replica_id
-        folder = place.folder / "on-demand"
-        residency = Residency(folder, self.id, settings.max_loaded)
-        self.lifecycle = ModelLifecycle(
-            model.id, settings.keep_alive_s, residency, lambda: _load_model(model, place), _clean_up
-        )
 
     generate = _loading(LoadedModel.generate)
     embed = _loading(LoadedModel.embed)
@@ -374,21 +372,8 @@ class OnDemandModel:
             model.check_health()
 
     async def leave(self) -> None:
-        """Unload the model. Serve also calls it if the start has failed."""
-        if "lifecycle" in vars(self):
-            await self.lifecycle.close()
-
-
-async def _load_model(model: ResolvedModel, place: ReplicaPlace) -> LoadedModel:
-    """Load a model. Raises ConfigError, and whatever else may go wrong; nothing is left of it then."""
-    loaded = LoadedModel()
-    try:
-        await loaded.start(model, place)
-    except BaseException:
-        await loaded.close()
-        loaded.forget()
-        raise
-    return loaded
+        """Unload the model."""
+        await self.lifecycle.close()
 
 
 def _clean_up() -> None:

@@ -1,1 +1,1 @@
-"""Who may ask, from where, and how much at once: the middleware before all routes."""
+"""Access: who may ask, from where, and how much at once. The middleware before all routes is here."""

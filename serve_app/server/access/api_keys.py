@@ -182,7 +182,8 @@ class KeyAccounts:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with the file's contents. Its times can be set back, but for that of the last change."""
+    """The figures that change with the file's contents. Its times can be set back, but for that of the
+    last change."""
     try:
         stamp = os.stat(path)  # noqa: PTH116
     except OSError:

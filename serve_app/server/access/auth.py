@@ -221,9 +221,9 @@ def _endpoint(scope: Scope) -> object:
 
 
 def _closing(error: CorralError, headers: Headers) -> dict[str, str]:
-    """Nobody waits for the rest of a body that comes slowly, or lost its place, or for a server that ends.
-    A proxy that expects 100 before it passes a body on takes another answer for a failure, unless the
-    connection ends with it: Apache makes it a 500."""
+    """The header that ends a connection. Nobody waits for the rest of a body that comes slowly, or lost
+    its place, or for a server that ends. A proxy that expects 100 before it passes a body on takes
+    another answer for a failure, unless the connection ends with it: Apache makes it a 500."""
     is_last = isinstance(error, SlowRequestError | BodyEndedError | EngineClosedError)
     return {"Connection": "close"} if is_last or "expect" in headers else {}
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from serve_app.base.errors import CorralError
 from serve_app.base.types import TokenDelta
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.answering.preparation import Generation
 from serve_app.server.http import sse
 from serve_app.server.http.errors import openai_error_body, unexpected_error
@@ -92,8 +92,8 @@ class ProtocolAnswer(EventAnswer, ABC):
     async def respond(self, model: ServedModel, plan: Generation, answer_id: str) -> Response:
         """Start the plan's requests, and answer as it says. Raises CorralError if one is refused, or is not
         allowed to the caller of this task."""
-        requests = await generation.requests(model, answer_id, plan)
-        deltas = await generation.start(model, requests)
+        requests = await streaming.requests(model, answer_id, plan)
+        deltas = await streaming.start(model, requests)
         if plan.stream:
             events = self.stream(deltas, lambda item: self.events(*item))
             return sse.EventStream(events, self, plan.sse_ping_interval)

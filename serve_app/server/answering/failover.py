@@ -34,7 +34,7 @@ request, whatever tokens it brought: the request may be what breaks the replicas
 down or replaced counts until the next token."""
 
 _REFUSED_S = 120.0
-"""While the replicas that are left have no room, a request that was accepted tries for so long."""
+"""The seconds for which an accepted request tries, while the replicas that are left have no room."""
 
 
 async def unbroken(

@@ -89,8 +89,8 @@ def of_prompt(
 
 
 def _offsets(prompt: Sequence[int], piece: Piece, echo: str) -> list[int]:
-    """Where each token begins in the text. What is not there takes no room, as a BOS or a blank that the
-    tokenizer put before it."""
+    """The offsets where each token begins in the text. What is not there takes no room, as a BOS or a
+    blank that the tokenizer put before it."""
     pieces = [piece(token) for token in prompt]
     data = b"".join(pieces)
     if data.decode(errors="replace") != echo:  # control tokens that were written out, or a blank

@@ -43,7 +43,7 @@ class TextPart(RequestModel):
 
 
 class ImageUrl(RequestModel):
-    """Where a picture is."""
+    """The address of a picture."""
 
     INERT: ClassVar[frozenset[str]] = frozenset({"detail"})
 

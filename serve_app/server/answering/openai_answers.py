@@ -69,8 +69,8 @@ class ModelCard(BaseModel):
     """Tokens, prompt and answer together, that one request may have."""
     status: ModelStatus | FailedStatus
     capabilities: list[Literal["vision", "audio", "embeddings", "rerank", "classify"]] = []
-    """What a model that writes text takes besides text. One that is not made to write text has what it is
-    made for."""
+    """The kinds of input that a model that writes text takes besides text. One that is not made to
+    write text has what it is made for."""
 
 
 class ModelList(BaseModel):

@@ -153,7 +153,7 @@ class Chat:
         return self.generation.prompt
 
 
-def generation(
+def make_generation(
     model: ModelInfo,
     params: GenerationParams,
     prompts: Sequence[tuple[int, ...]],
@@ -249,7 +249,7 @@ def prepare_chat(model: ModelInfo, body: ChatRequest, n: int, prompt_field: str)
     if body.may_think:
         sampling = dataclasses.replace(sampling, reasoning=_reasoning(model, body, prompt))
     return Chat(
-        generation(model, body, [prompt], n, sampling, prompt_field, media),
+        make_generation(model, body, [prompt], n, sampling, prompt_field, media),
         [tool.for_template() for tool in body.offered_tools if body.parse_tool_calls],
         (body.reasoning_format or model.defaults.reasoning_format) != "none",
         frozenset(tool.function.name for tool in body.offered_tools if tool.type == "custom"),
@@ -340,7 +340,7 @@ def rendered_tokens(model: ModelInfo, body: ChatRequest, prompt_field: str) -> t
 
 
 def describe_prompt(tokens: Sequence[int]) -> dict[str, Any]:
-    """What vLLM's routes `/render` tell of a prompt, as far as routers read it."""
+    """The figures that vLLM's routes `/render` tell of a prompt, as far as routers read it."""
     return {"request_id": uuid.uuid4().hex, "token_ids": tokens, "features": None}
 
 

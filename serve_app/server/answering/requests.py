@@ -53,7 +53,7 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)] | Literal[False]
 MOST_TOKENS = 2**31 - 1
-"""More than any context has: the bound of what a request may ask for."""
+"""The bound of what a request may ask for: no context has so many."""
 MaxTokens = Annotated[int, Field(ge=-1, le=MOST_TOKENS)]
 """Most tokens to generate; -1 for all that the context has room for, 0 to only compute the prompt."""
 
@@ -191,7 +191,9 @@ class GenerationParams(AnswerParams):
         "stream_reasoning": (None, True),
         "include_reasoning": (None, True),
         "return_hidden_states": (None, False),
+        "truncate_prompt_tokens": (None, -1),
     }
+    REFUSED: ClassVar[frozenset[str]] = frozenset({"truncate_prompt_tokens"})
     INERT: ClassVar[frozenset[str]] = frozenset(
         {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
     )
@@ -452,7 +454,9 @@ class ChatRequest(GenerationParams):
         "web_search_options": (None,),
         "moderation": (None,),
     }
-    REFUSED: ClassVar[frozenset[str]] = frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL)
+    REFUSED: ClassVar[frozenset[str]] = (
+        frozenset(NEUTRAL) - frozenset(GenerationParams.NEUTRAL) | GenerationParams.REFUSED
+    )
     INERT: ClassVar[frozenset[str]] = GenerationParams.INERT | {"prompt_cache_retention"}
 
     logprobs: bool | None = None
@@ -485,7 +489,7 @@ class ChatRequest(GenerationParams):
     """llama-server's: so many tokens of reasoning, and it must answer; -1: as `defaults.reasoning_budget`
     says."""
     thinking_budget_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    """Another name of it."""
+    """The other name of `reasoning_budget_tokens`."""
     reasoning_budget_message: Annotated[str, Field(max_length=1024)] | None = None
     """llama-server's: the last words of reasoning whose budget is used up."""
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None

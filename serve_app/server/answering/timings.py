@@ -1,4 +1,4 @@
-"""Where a request's time went, as answers tell it.
+"""The stages where a request's time went, as answers tell it.
 
 Source of the first fields: llama.cpp, tools/server/README.md, `timings`.
 """
@@ -52,7 +52,7 @@ class Running:
         self._progress = PromptProgress(0, 0, 0, 0.0)
         self._n_tokens = 0
         self._began_s: float | None = None
-        """When its first token came."""
+        """The time when its first token came."""
 
     def saw(self, delta: TokenDelta) -> None:
         """The newest delta."""

@@ -75,6 +75,8 @@ class TextsToEmbed:
     user: str | None = None
     name: str = ""
     """The model's name in the answer; empty for its id."""
+    sent: tuple[str, ...] = ()
+    """The texts that Cohere's answer repeats."""
 
 
 def to_embed(
@@ -179,6 +181,8 @@ class ComputedVectors:
     """The vectors of each text, as they are; None if each text has one, which is normalised."""
     total_ns: int = 0
     """The time from the request to the vectors, which Ollama's answer tells."""
+    sent: tuple[str, ...] = ()
+    """The texts that Cohere's answer repeats."""
 
     def pieces(self, vectors: Vectors) -> tuple[Piece, ...]:
         """The body for a worker that writes the answer: this as a line of JSON, and the vectors as they lie
@@ -189,7 +193,7 @@ class ComputedVectors:
 
     @staticmethod
     def of(body: bytes) -> tuple[ComputedVectors, Vectors]:
-        """What `pieces` were made of."""
+        """The values that `pieces` were made of."""
         grant_memory(_ANSWER_FACTOR * len(body))
         end = body.index(b"\n")
         form, count, length = _HEADS.decode(body[:end])
@@ -226,7 +230,7 @@ async def compute(
         lengths = tuple(map(len, body.texts))
     name = body.name or body.model
     total_ns = 0 if math.isnan(began) else round((time.perf_counter() - began) * 1e9)
-    form = body.dimensions, body.as_base64, body.types, body.norm, lengths, total_ns
+    form = body.dimensions, body.as_base64, body.types, body.norm, lengths, total_ns, body.sent
     return ComputedVectors(name, n_tokens, *form).pieces(vectors)
 
 

@@ -96,7 +96,8 @@ class Bodies:
 
 
 _TYPES_OF_TOOLS = ("", "application/x-www-form-urlencoded")
-"""What tools such as `curl -d` say of JSON. Browsers let any page send it, so that their word counts."""
+"""The media types that tools such as `curl -d` say of JSON. Browsers let any page send it, so that
+their word counts."""
 
 
 def _is_json(headers: Headers) -> bool:

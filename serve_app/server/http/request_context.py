@@ -185,7 +185,7 @@ class Caller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While a request asks for work. Raises RateLimitError if the key has too many."""
+        """A block in which a request asks for work. Raises RateLimitError if the key has too many."""
         await self._run(1)
         try:
             yield
@@ -196,7 +196,8 @@ class Caller:
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """Within this, the caller's work counts as running until the block ends, not the HTTP request."""
+        """A block in which the caller's work counts as running until the block ends, not the HTTP
+        request."""
         n, self._n_running = self._n_running, 0
         try:
             yield

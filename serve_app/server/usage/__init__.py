@@ -1,1 +1,1 @@
-"""Who used what: the ledger of all ingresses, and the routes that show it."""
+"""Usage by clients: the ledger of all ingresses, and the routes that show it."""

@@ -83,7 +83,7 @@ class KeyAccount:
         self._refused_until = -math.inf
         self._mean_answer: float | None = None
         self._left: dict[str, float] = {}
-        """What was left of each budget when the ledger was last asked."""
+        """The rest of each budget when the ledger was last asked."""
 
     def on_refusal(self) -> None:
         """Note that there was no room for one of its requests. They are refused at the door until one has

@@ -18,7 +18,7 @@ class Period(NamedTuple):
     """A time that a budget is for. Amounts are kept by slots of it."""
 
     name: str
-    """What the budget is called in messages."""
+    """The budget's name in messages."""
     slot: Callable[[float], int]
     """The slot of a time."""
     n_slots: int

@@ -86,7 +86,7 @@ _SUMS = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
 
 
 class UsageRow(NamedTuple):
-    """What a row of usage is about."""
+    """The subject of a row of usage."""
 
     start: int
     """The beginning of its minute, in seconds since 1970."""
@@ -98,7 +98,7 @@ class UsageRow(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What a transaction writes and asks."""
+    """The contents of a transaction: what it writes and asks."""
 
     usage: dict[UsageRow, list[float]]
     spent: dict[tuple[str, str, int], float]
@@ -432,7 +432,7 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 def _file_number(path: Path) -> tuple[int, int] | None:
-    """What tells the file from another one of its name; None if there is none."""
+    """The number that tells the file from another one of its name; None if there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:

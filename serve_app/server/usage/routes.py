@@ -66,7 +66,7 @@ async def usage(
     page: Annotated[int | None, Query(ge=0, le=2**40)] = None,
     format: Literal["json", "csv"] = "json",  # noqa: A002
 ) -> Response:
-    """What was used, in buckets of time, as OpenAI's usage API tells it. With API keys, one's own usage
+    """The usage, in buckets of time, as OpenAI's usage API tells it. With API keys, one's own usage
     only, but for operators. Times are seconds since 1970; by default, the last week by days."""
     groups = list(dict.fromkeys([*(group_by or ()), *(group_by_list or ())]))
     for name in groups:

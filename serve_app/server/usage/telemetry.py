@@ -1,4 +1,4 @@
-"""What is told about each request: spans of OpenTelemetry, and a line of JSON in the log.
+"""The telemetry of each request: spans of OpenTelemetry, and a line of JSON in the log.
 
 Source: OpenTelemetry, "Semantic conventions for generative AI systems".
 """

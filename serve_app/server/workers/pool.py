@@ -207,7 +207,8 @@ class Zygote:
         self._reader: asyncio.StreamReader | None = None
 
     async def _ready(self) -> asyncio.StreamReader:
-        """What answers come from, when it has read the models. Raises CorralError and EOFError."""
+        """The stream that answers come from, when it has read the models. Raises CorralError and
+        EOFError."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._control)
             refusal = await wire.receive_outcome(self._reader, None)
@@ -258,7 +259,7 @@ class Zygote:
 
 
 class Workers(Protocol):
-    """Where clients' bodies are read."""
+    """The workers that read clients' bodies."""
 
     async def run(
         self,
@@ -407,7 +408,8 @@ class WorkerPool:
 
     @contextmanager
     def _doing(self, worker: Worker, job: _Job) -> Iterator[None]:
-        """Within this, the worker does the job. It is kept afterwards if that was quick, or else ended."""
+        """A block in which the worker does the job. It is kept afterwards if that was quick, or else
+        ended."""
         worker.begin(job)
         self.at_work.add(worker)
         try:

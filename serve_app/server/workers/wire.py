@@ -78,7 +78,7 @@ def name_of(work: Callable[..., Any]) -> str:
 async def send(writer: asyncio.StreamWriter, order: object, pieces: Sequence[Piece]) -> None:
     """Event loop: send an order and what follows it. Returns when the other end has taken nearly all of it.
     Raises ConnectionError if the other end is gone."""
-    writer.write(frame_body(msgpack.pack(order)))
+    writer.write(frame_body(msgpack.encode(order)))
     for piece in pieces:
         for start in range(0, len(piece), _STRIDE):
             writer.write(piece[start : start + _STRIDE])
@@ -109,9 +109,9 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 def packed_outcome(outcome: Outcome) -> bytes:
     if isinstance(outcome, CorralError):
-        return frame_body(msgpack.pack(_PackedOutcome(error=outcome)))
-    value = msgspec.Raw(msgpack.pack(outcome.value))
-    return frame_body(msgpack.pack(_PackedOutcome(value, outcome.ignored)))
+        return frame_body(msgpack.encode(_PackedOutcome(error=outcome)))
+    value = msgspec.Raw(msgpack.encode(outcome.value))
+    return frame_body(msgpack.encode(_PackedOutcome(value, outcome.ignored)))
 
 
 async def receive_outcome(reader: asyncio.StreamReader, kind: Any) -> Outcome:

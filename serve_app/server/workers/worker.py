@@ -105,7 +105,7 @@ _files: ContextVar[Mapping[str, File]] = ContextVar("files", default=NO_FILES)
 
 @contextmanager
 def provide_files(files: Mapping[str, File]) -> Iterator[None]:
-    """Within this, `files_at_hand` are these, which were fetched for the present body."""
+    """A block in which `files_at_hand` are these, which were fetched for the present body."""
     token = _files.set(files)
     try:
         yield
@@ -127,7 +127,7 @@ def _limit(n_bytes: int) -> None:
 
 @contextmanager
 def more_memory(n_bytes: int) -> Iterator[None]:
-    """Within this, the work that runs here may take so much more."""
+    """A block in which the work that runs here may take so much more."""
     grant_memory(n_bytes)
     try:
         yield

@@ -23,7 +23,7 @@ from serve_app.cluster.replica import process_place
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine.backends import llama_cpp, opening
 from serve_app.kernels.llama.grammars.constraint import Constraint
-from serve_app.run.replica.loaded_model import LoadedModel
+from serve_app.run.replica.loaded_model import LoadedModel, load_parts
 
 TASK = re.compile(r"Create the file (?P<path>[\w./-]+) with the text (?P<text>[\w-]+)")
 """The task that a test gives to an agent."""
@@ -124,10 +124,11 @@ class ScriptedReplica(LoadedModel):
 
     async def __init__(self, model: ResolvedModel) -> None:  # type: ignore[misc]  # Serve awaits it
         patch.object(opening, "LlamaBackend", ScriptedBackend).start()
-        await self.start(model, process_place(keeps_texts=model.data_at_rest))
+        super().__init__(await load_parts(model, process_place(keeps_texts=model.data_at_rest)))
 
     async def __del__(self) -> None:
-        await self.leave()
+        if vars(self):
+            await self.leave()
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -60,6 +60,15 @@ def test_a_chat_goes_on_from_a_response(client: openai.OpenAI) -> None:
         model="demo", input="Where do I live?", previous_response_id=second.id, temperature=0
     )
     assert third.output_text == second.output_text
+    ids = [item.id for item in client.responses.input_items.list(third.id, order="asc")]
+    references: Any = [{"type": "item_reference", "id": item_id} for item_id in ids]
+    fourth = client.responses.create(model="demo", input=references, temperature=0)
+    assert fourth.output_text == third.output_text
+    assert fourth.usage
+    assert third.usage
+    assert fourth.usage.input_tokens == third.usage.input_tokens
+    with pytest.raises(openai.NotFoundError, match="Item with id 'msg_1' not found"):
+        client.responses.create(model="demo", input=[{"id": "msg_1"}])
 
 
 def test_a_response_in_the_background(client: openai.OpenAI) -> None:

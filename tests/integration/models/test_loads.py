@@ -48,6 +48,6 @@ asyncio.run(main())
 
 def test_a_load_leaves_no_objects_behind(tmp_path: Path) -> None:
     """Some that come and go, such as timers of threads, are there by chance."""
-    command = [sys.executable, "-c", PROGRAM, tmp_path]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     found = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE)
     assert int(found.stdout.split()[-1]) < 100

@@ -38,6 +38,8 @@ class Made:
     """Whether queries, keys and values are one matrix."""
     wide_norms: bool = False
     """Whether norms of queries and keys are those of all heads together."""
+    outlier: float = 1.0
+    """The factor of one value of each layer's norms: activations have a large one there."""
     n_layer: int = _SHAPE.n_layer
     metadata: dict[str, Any] = field(default_factory=dict)
     """More of the architecture's metadata."""
@@ -57,6 +59,13 @@ class Made:
         for name, value in self.metadata.items():
             _add(writer, f"{self.architecture}.{name}", value)
         add_tokenizer(writer, tokens, merges)
+        all_norms = (
+            parts.attention_norm,
+            parts.attention_post_norm,
+            parts.ffn_norm,
+            parts.ffn_post_norm,
+        )
+        norms = tuple(filter(None, all_norms))
 
         def matrix(name: str, rows: int, columns: int, *more: int) -> None:
             values = rng.normal(0, columns**-0.5, (*more, rows, columns)).astype(np.float32)
@@ -64,7 +73,10 @@ class Made:
             writer.add_tensor(name, kept, raw_dtype=self.kind)
 
         def vector(name: str, n: int | tuple[int, int], mean: float = 1.0) -> None:
-            writer.add_tensor(name, rng.normal(mean, 0.2, n).astype(np.float32))
+            values = rng.normal(mean, 0.2, n).astype(np.float32)
+            if name.startswith("blk.") and name.removesuffix(".weight").endswith(norms):
+                values[5] *= self.outlier
+            writer.add_tensor(name, values)
 
         n_embd, n_ff, head = _SHAPE.n_embd, _SHAPE.n_ff, _SHAPE.head_dim
         heads = {"q": _SHAPE.n_head * head, "k": _SHAPE.n_head_kv * head}
@@ -75,15 +87,9 @@ class Made:
             matrix("output.weight", len(tokens), n_embd)
         for name, (n, mean) in self.vectors.items():
             vector(name, n, mean)
-        norms = (
-            parts.attention_norm,
-            parts.attention_post_norm,
-            parts.ffn_norm,
-            parts.ffn_post_norm,
-        )
         for layer in range(self.n_layer):
             block = f"blk.{layer}."
-            for name in filter(None, norms):
+            for name in norms:
                 vector(f"{block}{name}.weight", n_embd)
             for name, rows in (
                 {"qkv": sum(heads.values())}.items() if self.one_qkv else heads.items()

@@ -69,9 +69,9 @@ def wait_for_part(models: ConvertedModels) -> None:
     raise AssertionError("nothing was converted")
 
 
-@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_progress_is_told_and_the_size_forecast(
-    quantization: Quantization | None,
+    quantization: Quantization,
     tmp_path: Path,
     models: ConvertedModels,
     caplog: pytest.LogCaptureFixture,

@@ -14,7 +14,7 @@ from tests.integration.openvino.random_models import Made
 pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 from serve_app.engine.choice.kernels import kernels_profiles
-from serve_app.engine.choice.plan import OPENVINO, REPACKED
+from serve_app.engine.choice.plan import OPENVINO, OPENVINO_W8A8, REPACKED
 from serve_app.kernels.openvino import convert, slices
 from serve_app.kernels.openvino.gguf_model import readable
 
@@ -49,7 +49,8 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
     model = Model(made.write(tmp_path / "model.gguf"), vocab_only=True)
     whole = {tensor.name: tensor for tensor in readable(model.files).tensors}
     stages: list[Stage] = []
-    with slices.converted_slice(model, None, stages.append) as (path, share, conversion_s):
+    with slices.converted_slice(model, None, stages.append, ("none", "w8a8")) as found:
+        path, share, conversion_s = found
         part = readable([path])
         assert part.count("block_count") == len(layers)
         for tensor in part.tensors:
@@ -63,7 +64,8 @@ def test_a_slice_has_some_layers_and_as_large_a_part_of_the_vocabulary(
                 expected = expected[: len(tensor.data)]
             assert (tensor.data == expected).all()
         assert all(name.startswith("blk.") for name in whole)
-        profiles = kernels_profiles(path, _OPTIONS, [REPACKED, OPENVINO], 1.0)
+        candidates = [REPACKED, OPENVINO, OPENVINO_W8A8]
+        profiles = kernels_profiles(path, _OPTIONS, candidates, 1.0)
     assert all(profile.decode_s.keys() == {1, 2} for profile in profiles)
     assert conversion_s > 0
     assert share == len(layers) / _N_LAYERS

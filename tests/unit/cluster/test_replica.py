@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.base.errors import EngineFailedError
+from serve_app.cluster.replica import EngineReplica, OnDemandReplica
 from serve_app.run.replica.loaded_model import LoadedModel
 
 
@@ -57,3 +59,9 @@ def test_a_replica_whose_engine_is_not_healthy_ends_its_process(
 async def test_so_does_one_that_cannot_embed() -> None:
     with pytest.raises(EndedError):
         await Replica.embed(Broken(), ((1,),), "", b"key")
+
+
+@pytest.mark.parametrize("deployment", [EngineReplica, OnDemandReplica])
+async def test_a_replica_whose_start_failed_may_leave(deployment: Any) -> None:
+    """Serve calls its hook then, too, of an object that has nothing."""
+    await deployment.func_or_class.__del__(SimpleNamespace())

@@ -52,7 +52,7 @@ def adapters(model_name: str, **fields: Any) -> Adapters:
     asked = CompletionRequest.model_validate({"prompt": "x", **fields})
     model = find(MODELS, model_name)
     sampling = preparation.sampling(model, asked)
-    return preparation.generation(model, asked, [(1,)], 1, sampling, "prompt").request.adapters
+    return preparation.make_generation(model, asked, [(1,)], 1, sampling, "prompt").request.adapters
 
 
 @dataclass

@@ -53,7 +53,7 @@ class AdapterTurns:
     def __init__(self, max_stall_s: float) -> None:
         self._max_stall_s = max_stall_s
         self._served_at: dict[Adapters, float] = {}
-        """When the last step of those that run began."""
+        """The time when the last step of those that run began."""
         self.current: Adapters = ()
         self._since = 0.0
         """When their turn began."""

@@ -68,7 +68,7 @@ class Constraint:
 
 class CompiledGrammars:
     """Grammars in use, for requests with many answers, and the last ones, up to so many bytes of their
-    texts, as the next request may have the same. One thread at a time."""
+    texts. The next request may have the same. One thread at a time."""
 
     def __init__(
         self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES

@@ -36,8 +36,8 @@ _MIROSTAT_M = 100
 
 
 class Chain:
-    """The samplers of a sequence from top_n_sigma to the seeded draw, as llama.cpp's own: the first of
-    them, if a cut can do the same, and the others. One thread at a time."""
+    """The samplers of a sequence from top_n_sigma to the seeded draw, as llama.cpp's own. The first
+    stands apart, if a cut can do the same. One thread at a time."""
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self._cut, links, n_cut = _cut_and_samplers(params, model)
@@ -194,8 +194,9 @@ def _sorts(params: SamplingParams) -> bool:
 
 
 def _links(params: SamplingParams, model: Model) -> tuple[list[Any], str, int]:
-    """The samplers that change something, in the order that is asked for, and the draw; the name of the
-    first; and how many of the likeliest tokens the first one leaves, if it looks at no more, else 0.
+    """The samplers that change something, in the order that is asked for, and the draw. Beside them,
+    the name of the first, and how many of the likeliest tokens that one leaves, if it looks at no more,
+    else 0.
 
     Source: llama.cpp, `common_sampler_init` in common/sampling.cpp.
     """

@@ -1,9 +1,9 @@
 """Cuts the candidates of a draw to those that llama.cpp's samplers can still pick. Pure, any thread.
 
 llama.cpp makes twelve bytes of each of the vocabulary's logits and goes over them several times. Numpy
-finds the few that count in one or two passes over the logits themselves. A cut is only made where the draw
-from it is the same, bit for bit: the candidates that are left are those that the samplers would leave, in
-the order in which they would. A cut that is not certain is None, and the whole vocabulary is sampled.
+finds the few that count in one or two passes over the logits themselves. A cut is only made where the
+draw from it is the same, bit for bit. The candidates that are left are those that the samplers would
+leave, in the same order. A cut that is not certain is None, and the whole vocabulary is sampled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Logits = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
 # How often the logits are folded, and then the highest ones of what lay upon each other, to bound the n-th
-# highest: less often, if many are wanted.
+# highest. They are folded less often if many are wanted.
 _FOLDS = ((32, 8), (8, 8), (8, 1))
 # The bound is close enough as long as there are so many folded ones for each that is wanted.
 _SPARE = 4
@@ -164,8 +164,8 @@ def greedy(logits: Logits) -> Cut | None:
 
 
 def top_k(logits: Logits, k: int, *, whole: bool = False) -> Cut | None:
-    """The tokens that `top_k` leaves. If fewer than k are not -inf, that is these, or
-    None with `whole`: those with -inf are never drawn, but `typical` does not look at them like that."""
+    """The tokens that `top_k` leaves. If fewer than k are not -inf, the result is these, or None with
+    `whole`. Those with -inf are never drawn, but `typical` does not look at them like that."""
     candidates = highest(logits, k + 1)
     if candidates is None or (whole and candidates[0].size < k):
         return None

@@ -26,8 +26,8 @@ class Tile:
     n_tokens: int
     """Embeddings that it becomes, and cells that these take."""
     width: int = 0
-    """The embeddings in a row of the tile, if they are told apart by row and column (M-RoPE); 0: each has
-    the position after the one before."""
+    """The embeddings in a row of the tile, if they are told apart by row and column (M-RoPE). With 0,
+    each has the position after the one before."""
     causal: bool = True
     """Whether its embeddings see only those before them; otherwise they go into one batch."""
 
@@ -38,8 +38,8 @@ class Tile:
 
     def positions(self, first: int, n_rows: int, start: int) -> NDArray[np.int32]:
         """M-RoPE's positions of the `n_rows` embeddings from the `first` on, for a tile that begins at
-        `start`: time, row, column and a zero for each, one kind after the other. Source: llama.cpp,
-        `mtmd_image_tokens_get_decoder_pos` in tools/mtmd/mtmd.cpp."""
+        `start`. They are time, row, column and a zero for each, one kind after the other. Source:
+        llama.cpp, `mtmd_image_tokens_get_decoder_pos` in tools/mtmd/mtmd.cpp."""
         index = np.arange(first, first + n_rows, dtype=np.int32)
         if not self.width:
             return np.tile(start + index, 4)
@@ -117,8 +117,8 @@ class Positions:
     def take(
         self, seq_id: int, start: int, tile: Tile, first: int, n_rows: int
     ) -> NDArray[np.int32]:
-        """A sequence gets `n_rows` embeddings, from the `first` on, of a tile whose first token has the
-        index `start`: their positions, of one dimension after the other."""
+        """The positions of `n_rows` embeddings, from the `first` on, of a tile whose first token has
+        the index `start`. One dimension comes after the other."""
         position = self.of(seq_id, start)
         if not self._several:
             return np.arange(position + first, position + first + n_rows, dtype=np.int32)

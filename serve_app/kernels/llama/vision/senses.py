@@ -50,8 +50,9 @@ class ProjectorFile:
         return self._value("clip.projector_type") or self._value(f"clip.{sense}.projector_type")
 
     def check_counts(self) -> None:
-        """Refuse, with ConfigError, a projector of which llama.cpp counts a sound's embeddings wrongly: it
-        would end the whole process at the first one (`clip_n_output_tokens` in tools/mtmd/clip.cpp)."""
+        """Refuse, with ConfigError, a projector of which llama.cpp counts a sound's embeddings wrongly.
+        It would end the whole process at the first one (`clip_n_output_tokens` in
+        tools/mtmd/clip.cpp)."""
         n_stacked = self._value("clip.audio.projector.stack_factor")
         if self._kind("audio") in _STACKING and n_stacked and _N_STEPS % n_stacked:
             raise ConfigError(

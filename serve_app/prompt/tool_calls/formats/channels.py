@@ -299,7 +299,7 @@ class _Written:
         return f'"{{" {name} "}}"'
 
     def _value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
-        types, known = lark.types_of(schema, root), lark.resolve(schema, root)
+        types, known = lark.types_of(schema, root), lark.resolve_reference(schema, root)
         texts = [one for one in lark.constants(known) if isinstance(one, str)]
         if depth > _MOST_DEPTH or not types:
             return "value"

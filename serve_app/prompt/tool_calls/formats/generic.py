@@ -1,7 +1,7 @@
 """A format of tool calls for models whose chat templates ask for none that is known.
 
-A system message describes the functions. The answer is one JSON object, which a grammar holds it to: calls
-as `tool_calls`, or a text as `response`, which is told as content while it comes.
+A system message describes the functions. The answer is one JSON object, which a grammar holds it to. It
+has calls as `tool_calls`, or a text as `response`, which is told as content while it comes.
 
 Source: llama.cpp's generic format, `common/chat.cpp`.
 """
@@ -81,7 +81,7 @@ def describe_chat(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> 
         description = _DESCRIPTION.format(functions=functions)
         has_system = bool(texts) and texts[0].role == "system"
         system = texts.pop(0).text if has_system else ""
-        texts.insert(0, Turn("system", (_join(system, description),)))
+        texts.insert(0, Turn("system", (_join_paragraphs(system, description),)))
     return texts
 
 
@@ -92,10 +92,10 @@ def _as_text(turn: Turn) -> Turn:
     if not turn.calls:
         return turn
     calls = [{"name": call.name, "arguments": call.value} for call in turn.calls]
-    return replace(turn, parts=(_join(turn.text, _json({CALLS: calls})),), calls=())
+    return replace(turn, parts=(_join_paragraphs(turn.text, _json({CALLS: calls})),), calls=())
 
 
-def _join(*texts: str) -> str:
+def _join_paragraphs(*texts: str) -> str:
     return _PARAGRAPH.join(text for text in texts if text)
 
 
@@ -103,7 +103,7 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+def _generic_rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
     bodies = [f'{lark.json_call(function, "arguments")} "}}"' for function in functions]
     more = '(", " call)*' if parallel else ""
     # The bracket is a lexeme of its own, as in JSON that may stand in the place of calls.
@@ -121,7 +121,7 @@ GENERIC = ToolFormat(
     template_patterns=(),
     delimiters=(),
     make_parser=GenericParser,
-    rules=_rules,
+    rules=_generic_rules,
     free_start=_free_start,
     holds_answers=True,
     is_shown=True,

@@ -56,7 +56,7 @@ _BETWEEN = re.compile(r"\s*;?\s*")
 
 class Llama3Parser(CallParser):
     """The whole answer is an object with `name` and `parameters`, or several with `;` or blanks between
-    them, at the beginning of an answer, behind another call, or behind `<|python_tag|>`."""
+    them. It stands at the beginning of an answer, behind another call, or behind `<|python_tag|>`."""
 
     opening = PYTHON_TAG
 

@@ -339,8 +339,9 @@ _OBJECT_TAIL = re.compile(r"[^{}]*\}")
 
 
 def derive(render: Render, known: ToolFormat, caps: TemplateCaps, *, eos: str) -> ToolFormat:
-    """The format in which a template with these abilities writes calls; the known format if the calls
-    cannot be told from other text, or not be read again. `eos` is the token that ends an answer."""
+    """The format in which a template with these abilities writes calls. It is the known format if the
+    calls cannot be told from other text, or not be read again. `eos` is the token that ends an
+    answer."""
     called = _CALLED if caps.parallel_calls else _CALLED[:1]
     try:
         text = _written_calls(render, called, caps, eos)

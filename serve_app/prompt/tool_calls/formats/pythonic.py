@@ -122,7 +122,9 @@ def _read_escape(text: TextReader) -> Reading[str]:
     return _ESCAPES.get(char, char if char in "'\"" else f"\\{char}")
 
 
-def _rules(functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool) -> str:
+def _pythonic_rules(
+    functions: Sequence[Function], delimiter: lark.Delimiter, parallel: bool
+) -> str:
     bodies, rules = [], list[str]()
     for i, function in enumerate(functions):
         schema = function.get("parameters") or {}
@@ -149,7 +151,7 @@ def _value(schema: Any, root: Mapping[str, Any]) -> str:
     """A value of this schema: as JSON, or where it is a text or a word, as Python."""
     named = {key: root[key] for key in ("$defs", "definitions") if key in root}
     fields = dict(schema) if isinstance(schema, Mapping) else {}
-    types, known = lark.types_of(schema, root), lark.resolve(schema, root)
+    types, known = lark.types_of(schema, root), lark.resolve_reference(schema, root)
     choices = [lark.value({**named, **fields})]
     texts = [one for one in lark.constants(known) if isinstance(one, str)]
     choices += [lark.text(f"'{one}'") for one in texts if not re.search(r"['\\]", one)]
@@ -187,7 +189,7 @@ _LFM2_5 = ToolFormat(
     template_patterns=(r"List of tools: ", r"<\|tool_call_start\|>\["),
     delimiters=(OPEN, CLOSE),
     make_parser=PythonicParser,
-    rules=_rules,
+    rules=_pythonic_rules,
     opening=OPEN,
     unwritable=r"\W|^\d",
 )

@@ -471,6 +471,7 @@ async def test_cohere_s_vectors(client: httpx.AsyncClient, engine: ScriptedEngin
             "binary": [[0], [-128]],
             "ubinary": [[128], [0]],
         },
+        "texts": ["ab", "c"],
         "response_type": "embeddings_by_type",
         "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 3}},
     }

@@ -215,6 +215,32 @@ async def test_tools_are_called(client: httpx.AsyncClient, engine: ScriptedEngin
     assert prompt_of(engine) == "[weather]user:Hi"
 
 
+async def test_tools_are_called_after_thinking(
+    client: httpx.AsyncClient, engine: ScriptedEngine, tokenizer: ByteTokenizer
+) -> None:
+    tokenizer.thinks = True
+    pieces = ["<think>\nH", "m.\n</think>\n\n<tool_call>\n", '{"name": "weather", "argu']
+    pieces += ['ments": {"city": "Lisbon"}}\n</tool_call>']
+    engine.script = [*(TokenDelta(piece, (1,)) for piece in pieces), TokenDelta("", (), END)]
+    body = asked(tools=[WEATHER], think=True)
+    *lines, last = ndjson(await client.post("/api/chat", json=body))
+    assert "".join(line["message"].get("thinking", "") for line in lines) == "Hm."
+    assert "".join(line["message"]["content"] for line in lines) == ""
+    made = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    whole = (await client.post("/api/chat", json=body | {"stream": False})).json()["message"]
+    for call in (*made, *whole["tool_calls"]):
+        arguments = {"city": "Lisbon"}
+        assert call["function"] == {"index": 0, "name": "weather", "arguments": arguments}
+    assert (len(made), len(whole["tool_calls"]), whole["thinking"]) == (1, 1, "Hm.")
+    assert (last["done"], last["done_reason"]) == (True, "stop")
+    turn = OllamaMessage.model_validate(whole).as_turn()
+    assert (turn.reasoning, turn.calls[0].name, turn.calls[0].call_id) == (
+        "Hm.",
+        "weather",
+        whole["tool_calls"][0]["id"],
+    )
+
+
 def test_results_of_tools_find_their_calls() -> None:
     def called(name: str, **fields: Any) -> dict[str, Any]:
         return {"function": {"name": name, "arguments": {"a": "ä"}}, **fields}

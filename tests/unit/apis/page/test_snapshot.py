@@ -57,6 +57,14 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert (told["generated_per_s"], told["prompt_per_s"]) == (50.0, round(200 / 3, 1))
 
 
+def test_texts_that_are_embedded_or_ranked_are_read_like_prompts() -> None:
+    seen = Seen()
+    for i in range(10):
+        view = seen.look(replica(embedded_tokens=400 * i, prompt_tokens=200 * i))
+    told = view["replicas"]["r1"]
+    assert (told["generated_per_s"], told["prompt_per_s"], told["hits"]) == (0.0, 600.0, 0.0)
+
+
 def test_a_stage_has_its_layers_and_its_shares_of_the_time() -> None:
     seen = Seen()
     place = {"n_stages": 2, "stage": 1, "first_layer": 20, "n_layers": 8}

@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 
 from serve_app.apis.responses.items import (
     MOST_REASONING_BYTES,
-    AnyItem,
     Items,
     reasoning_fields,
     turns,
@@ -23,7 +22,7 @@ from tests.unit.apis.responses.test_routes import TOOL, answer, asked, streamed
 from tests.unit.server.answering.test_tools import script
 from tests.unit.server.harness import ByteTokenizer, ScriptedEngine
 
-ITEMS: TypeAdapter[list[AnyItem]] = TypeAdapter(Items)
+ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items)
 CUSTOM = {"type": "custom", "name": "run_sql", "description": "Runs SQL."}
 NAMESPACE = {
     "type": "namespace",

@@ -282,9 +282,8 @@ async def test_items_are_referred_to(
     one = await posted(first, input="A")
     page = (await got(first, f"{one['id']}/input_items")).json()
     asked, (said,) = page["data"][0]["id"], one["output"]
-    user = {"role": "user", "content": "B"}
-    body = {"input": [*refer(asked), {"id": said["id"]}, user], "what": 1}
-    two = await posted(second, **body)
+    items = [*refer(asked), {"id": said["id"]}, {"role": "user", "content": "B"}]
+    two = await posted(second, input=items)
     behind = await posted(second, input="B", previous_response_id=one["id"])
     assert engine.requests[1].prompt == engine.requests[2].prompt
     assert behind["usage"] == two["usage"]

@@ -187,11 +187,14 @@ async def test_the_last_configuration_counts(
         ("/v1/responses", {"prompt_cache_options": {"prewarm": True}}),
         ("/v1/chat/completions", {"moderation": {"model": "omni"}}),
         ("/v1/chat/completions", {"prompt_cache_options": {"prewarm": True}}),
+        ("/v1/chat/completions", {"truncate_prompt_tokens": 5}),
+        ("/v1/completions", {"truncate_prompt_tokens": 5}),
+        ("/v1/responses", {"input": []}),
     ],
 )
 async def test_what_would_change_the_answer_is_refused(
     client: httpx.AsyncClient, engine: ScriptedEngine, path: str, fields: dict[str, Any]
 ) -> None:
-    asked = {"input": "x"} if path == "/v1/responses" else {"messages": [ASKED]}
-    answer = await client.post(path, json=asked | fields)
+    asked = {"/v1/responses": {"input": "x"}, "/v1/completions": {"prompt": "x"}}
+    answer = await client.post(path, json=asked.get(path, {"messages": [ASKED]}) | fields)
     assert (answer.status_code, engine.requests) == (400, [])

@@ -232,6 +232,7 @@ async def test_calls_in_a_stream(client: httpx.AsyncClient, engine: ScriptedEngi
     item = item_done["item"]
     assert added["item"] == item | {"arguments": "", "status": "in_progress"}
     assert delta["item_id"] == done["item_id"] == item["id"]
+    assert done["name"] == item["name"] == "get_weather"
     assert delta["delta"] == done["arguments"] == item["arguments"] == '{"city": "Oslo"}'
     assert completed["response"]["output"][1] == item
 
@@ -296,7 +297,7 @@ async def test_a_cut_response_is_incomplete(
         ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True, "store": False}, "background", "needs 'store'"),
-        ({"content": []}, "input", "prompt is empty"),
+        ({"content": []}, "input", "'input' is empty"),
         (
             {"content": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input",

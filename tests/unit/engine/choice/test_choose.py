@@ -15,22 +15,22 @@ import pytest
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, EngineFailedError
-from serve_app.base.formats import BackendName
+from serve_app.base.formats import BackendName, Quantization
 from serve_app.base.progress import Stage
 from serve_app.engine.backends import opening
 from serve_app.engine.backends.base import Setup
 from serve_app.engine.choice import choose as choosing
 from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.kernels import MODE
-from serve_app.engine.choice.plan import AS_STORED, OPENVINO, REPACKED, Kernels, Plan
+from serve_app.engine.choice.plan import AS_STORED, OPENVINO, OPENVINO_W8A8, REPACKED, Kernels, Plan
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.model import fingerprint_of
 from serve_app.kernels.openvino import convert
 from serve_app.kernels.openvino.gguf_model import UnreadableError
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
-Q4_0, Q4_K_M = 2, 15
-"""Numbers of formats in files. llama.cpp has two layouts for the second one."""
+F16, Q4_0, Q4_K_M, BF16 = 1, 2, 15, 32
+"""Numbers of formats in files. llama.cpp has two layouts of Q4_K_M."""
 
 
 def profile(seconds: float) -> Profile:
@@ -44,18 +44,26 @@ class Machine:
         self.measured: list[tuple[str, list[Kernels]]] = []
         """The file and the candidates of each measurement."""
         self.share = 1.0
-        self.profiles = {REPACKED: profile(2.0), AS_STORED: profile(3.0), OPENVINO: profile(1.0)}
+        self.profiles = {
+            REPACKED: profile(2.0),
+            AS_STORED: profile(3.0),
+            OPENVINO: profile(1.0),
+            OPENVINO_W8A8: profile(1.0),
+        }
         self.failures: dict[bool, Exception] = {}
         """What ends a measurement with OpenVINO, and one without."""
         self.architecture, self.format = "llama", Q4_0
         self.unreadable, self.converted_bytes, self.conversion_s = "", 8, 0.0
+        self.rounded_bytes = 12
+        self.converted_with: Quantization = "auto"
         self.converted = threading.Event()
         """Whether the model was converted beside requests."""
 
-    def check(self, *_: object) -> SimpleNamespace:
+    def check(self, *_: object, quantization: Quantization = "none") -> SimpleNamespace:
         if self.unreadable:
             raise UnreadableError(self.unreadable)
-        return SimpleNamespace(converted_bytes=lambda: self.converted_bytes)
+        n_bytes = self.converted_bytes if quantization == "none" else self.rounded_bytes
+        return SimpleNamespace(converted_bytes=lambda: n_bytes)
 
     def apart(
         self, _: object, path: Path, __: object, kernels: list[Kernels], limit_s: float
@@ -70,7 +78,8 @@ class Machine:
     def converted_slice(self, *_: object) -> Iterator[tuple[Path, float, float]]:
         yield Path("slice.gguf"), 1 / 8, self.conversion_s
 
-    def convert(self, *_: object) -> Path:
+    def convert(self, *_: object, quantization: Quantization) -> Path:
+        self.converted_with = quantization
         self.converted.set()
         return Path("converted")
 
@@ -89,6 +98,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     def open_model(path: Path, **_: object) -> SimpleNamespace:
         return SimpleNamespace(
             path=path,
+            files=[path],
             fingerprint=lambda: b"a" * 32,
             is_recurrent=False,
             architecture=made.architecture,
@@ -123,9 +133,9 @@ def test_the_faster_one_is_remembered(
     assert str(first) == f"OpenVINO: {first.why}"
     assert first.why.startswith("a request with 1 and 4 at once takes ")
     assert " s with llama.cpp, weights repacked; " in first.why
-    assert stages == [Stage("measuring", limit_s=12.0)]
+    assert stages == [Stage("measuring", limit_s=18.0)]
     assert choose(model, options) == first
-    assert machine.measured == [("slice.gguf", [REPACKED, OPENVINO])]
+    assert machine.measured == [("slice.gguf", [REPACKED, OPENVINO, OPENVINO_W8A8])]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,7 @@ def test_the_faster_one_is_remembered(
         {"n_slots": 2},
         {"threads": 2},
         {"n_ctx_slot": 128},
-        {"profile_limit_s": 15.0},
+        {"profile_limit_s": 20.0},
         {"cache_type_k": "bf16", "cache_type_v": "bf16"},
     ],
     ids=str,
@@ -143,7 +153,7 @@ def test_other_conditions_are_measured_anew(
     machine: Machine, model: Path, options: EngineOptions, change: dict[str, Any]
 ) -> None:
     choose(model, options)
-    machine.profiles[OPENVINO] = profile(3.0)
+    machine.profiles |= dict.fromkeys((OPENVINO, OPENVINO_W8A8), profile(3.0))
     assert choose(model, replace(options, **change)).kernels == REPACKED
     assert choose(model, options).kernels == OPENVINO
 
@@ -220,7 +230,7 @@ def test_streams_wait_for_a_slice_for_its_part_of_the_time(
     plan = choose(model, replace(options, max_stall_ms=250))
     assert "takes 8.00 and 8.00 s with" in plan.why, "a request to the whole model"
     choose(model, replace(options, max_stall_ms=math.inf))
-    assert bounds == [250 / 8] * 4 + [math.inf] * 4
+    assert bounds == [250 / 8] * 6 + [math.inf] * 6
 
 
 def test_a_small_model_is_not_measured(
@@ -241,6 +251,7 @@ def test_a_small_model_is_not_measured(
         (29.0, False, None, OPENVINO, "weights repacked"),
     ],
 )
+@pytest.mark.parametrize("faster", [OPENVINO, OPENVINO_W8A8])
 def test_nobody_waits_for_a_long_conversion(
     machine: Machine,
     model: Path,
@@ -251,22 +262,25 @@ def test_nobody_waits_for_a_long_conversion(
     memory_bytes: int | None,
     kernels: Kernels,
     reason: str,
+    faster: Kernels,
 ) -> None:
-    machine.conversion_s = conversion_s
-    converted = convert.converted_models(None).of(convert.name_of(fingerprint_of([model])))
+    machine.conversion_s, machine.profiles[faster] = conversion_s, profile(0.8)
+    name = convert.name_of(fingerprint_of([model]), quantization=faster.quantization)
+    converted = convert.converted_models(None).of(name)
     if is_converted:
         converted.parent.mkdir(parents=True)
         converted.touch()
     monkeypatch.setattr(opening, "open_planned", Opened)
     opened: Any = opening.open_backend(model, replace(options, memory_bytes=memory_bytes))
-    assert opened.plan.kernels == kernels
+    assert opened.plan.kernels == (faster if kernels == OPENVINO else kernels)
     assert reason in opened.plan.why
     if "that is done" in reason:
         assert machine.converted.wait(5), "it is converted beside the requests"
+        assert machine.converted_with == faster.quantization
         converted.parent.mkdir(parents=True)
         converted.touch()
         opened = opening.open_backend(model, options)
-        assert opened.plan.kernels == OPENVINO
+        assert opened.plan.kernels == faster
         assert len(machine.measured) == 1
     else:
         assert not machine.converted.wait(0.1)
@@ -293,9 +307,41 @@ def test_where_openvino_cannot_be_measured_layouts_are_and_the_next_start_tries_
     assert choose(model, options).kernels == OPENVINO
 
 
+@pytest.mark.parametrize(
+    ("number", "change", "is_measured"),
+    [
+        (Q4_0, {}, True),
+        (Q4_K_M, {}, True),
+        (F16, {}, False),  # whose products are not rounded at all
+        (BF16, {}, False),
+        (Q4_0, {"quantization": "none"}, False),
+        (Q4_0, {"memory_bytes": 12}, True),
+        (Q4_0, {"memory_bytes": 11}, False),
+    ],
+)
+def test_eight_bits_are_taken_where_they_are_faster_and_as_exact(
+    machine: Machine,
+    model: Path,
+    options: EngineOptions,
+    number: int,
+    change: dict[str, Any],
+    is_measured: bool,
+) -> None:
+    machine.format, machine.profiles[OPENVINO_W8A8] = number, profile(0.8)
+    plan = choose(model, replace(options, **change))
+    assert plan.kernels == (OPENVINO_W8A8 if is_measured else OPENVINO)
+    assert (OPENVINO_W8A8 in machine.measured[0][1]) is is_measured
+    assert str(plan).startswith("OpenVINO, w8a8: " if is_measured else "OpenVINO: ")
+
+
+def test_eight_bits_that_are_named_are_not_measured(model: Path, options: EngineOptions) -> None:
+    plan = choose(model, replace(options, backend="openvino", quantization="w8a8"))
+    assert str(plan) == "OpenVINO, w8a8: as configured"
+
+
 @pytest.mark.parametrize("backend", ["auto", "llama.cpp"])
 def test_quantization_needs_openvino(options: EngineOptions, backend: BackendName) -> None:
-    with pytest.raises(ConfigError, match=r"needs engine\.backend: openvino"):
+    with pytest.raises(ConfigError, match=r"w8a8 needs engine\.backend: openvino"):
         replace(options, backend=backend, quantization="w8a8")
 
 
@@ -409,7 +455,7 @@ def test_openvino_is_compared_with_the_faster_layout(
     machine.format, machine.profiles[AS_STORED] = Q4_K_M, profile(0.9)
     plan = choose(model, options)
     assert plan.kernels == AS_STORED
-    assert machine.measured == [("slice.gguf", [REPACKED, AS_STORED, OPENVINO])]
+    assert machine.measured == [("slice.gguf", [REPACKED, AS_STORED, OPENVINO, OPENVINO_W8A8])]
     machine.profiles[OPENVINO] = profile(0.8)
     plan = choose(model, replace(options, n_slots=3))
     assert (plan.kernels, plan.llama_cpp) == (OPENVINO, AS_STORED)

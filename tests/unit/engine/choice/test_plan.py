@@ -15,6 +15,7 @@ from serve_app.engine.choice.plan import (
     AS_STORED,
     LLAMA_CPP_PLAN,
     OPENVINO,
+    OPENVINO_W8A8,
     REPACKED,
     CachePlan,
     Kernels,
@@ -34,7 +35,7 @@ PLAN = Plan(
     Kernels(stored_from=16),
     "measured",
     llama_cpp=Kernels(stored_from=16),
-    openvino=True,
+    openvino=OPENVINO_W8A8,
     reason="measured",
     conversion_s=40.0,
     is_certain=True,
@@ -46,6 +47,7 @@ PLAN = Plan(
     ("kernels", "text"),
     [
         (OPENVINO, "OpenVINO"),
+        (OPENVINO_W8A8, "OpenVINO, w8a8"),
         (REPACKED, "llama.cpp, weights repacked"),
         (AS_STORED, "llama.cpp, weights as they are stored"),
         (

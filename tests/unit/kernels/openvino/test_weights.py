@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.kernels.openvino.weights import GROUP, is_rounded, quantise
+from serve_app.kernels.openvino.weights import GROUP, HADAMARD, is_rounded, quantise, round_matrix
 
 _HALVES = {
     Kind.Q4_0: (0,),
@@ -118,3 +118,30 @@ def test_a_product_with_sums_is_one_with_offsets(kind: Kind) -> None:
     np.testing.assert_allclose(product, matrix.weights() @ values, rtol=0, atol=1.001 * error)
     assert (summed.codes >= (0 if kind is Kind.Q4_1 else -128)).all()
     assert (summed.codes <= (15 if kind is Kind.Q4_1 else 127)).all()
+
+
+def test_what_is_turned_twice_is_as_before() -> None:
+    np.testing.assert_array_equal(HADAMARD, HADAMARD.T)
+    np.testing.assert_allclose(HADAMARD @ HADAMARD, np.eye(GROUP), atol=1e-6)
+    np.testing.assert_allclose(np.abs(HADAMARD), GROUP**-0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("group", [32, 96, 128])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.F16])
+def test_products_of_turned_values_are_those_of_the_file_but_for_rounding(
+    kind: Kind, group: int
+) -> None:
+    rng = np.random.default_rng(1)
+    weights = rng.normal(0, 0.02, (9, 768)).astype(np.float32)
+    data = gguf.quantize(weights, kind)
+    exact = gguf.dequantize(data, kind)
+    values = rng.normal(0, 1, 768)
+    values[5] = 300
+    matrix = round_matrix(data, kind, group)
+    assert matrix.codes.shape == (9, 768 // group, group)
+    assert np.abs(matrix.codes).max() == 127
+    turned = (values.reshape(-1, GROUP) @ HADAMARD).reshape(-1)
+    assert np.abs(turned).max() < 300 / 5
+    steps = np.repeat(matrix.scales, group, axis=1)
+    most_wrong = steps / 2 @ np.abs(turned) + 1e-4
+    assert (np.abs(matrix.weights() @ turned - exact @ values) <= most_wrong).all()

@@ -23,7 +23,7 @@ from serve_app.base.types import (
 )
 from serve_app.channel.protocol import Address, frame_body
 from serve_app.config.sources import AdapterConfig, ModelSource
-from serve_app.run.local.calls import Connection, pack, unpack
+from serve_app.run.local.calls import Connection, pack_value, unpack_value
 
 PATIENCE_S = 10.0
 VALUES = [
@@ -44,12 +44,12 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_as_it_was_sent(value: object) -> None:
-    assert unpack(*pack(value)) == value
+    assert unpack_value(*pack_value(value)) == value
 
 
 def test_vectors_come_as_they_were_sent() -> None:
     vectors = np.arange(6, dtype=np.float32).reshape(2, 3)
-    assert np.array_equal(unpack(*pack(vectors)), vectors)
+    assert np.array_equal(unpack_value(*pack_value(vectors)), vectors)
 
 
 class Replica:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,9 +16,10 @@ import pytest
 
 from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.channel.protocol import Address
+from serve_app.channel.sender import Channels
+from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import parse
-from serve_app.config.sources import ModelSource
-from serve_app.run.replica import on_demand
+from serve_app.run.replica import loaded_model, on_demand
 from serve_app.run.replica.loaded_model import LoadedModel
 from serve_app.run.replica.on_demand import ModelLifecycle, OnDemandModel, Residency
 from serve_app.run.replica.place import ReplicaPlace
@@ -370,20 +373,45 @@ async def test_the_end_of_the_process_unloads_it(node: Node) -> None:
     assert node.engine.is_closed
 
 
-@pytest.mark.parametrize("kind", [LoadedModel, OnDemandModel])
-async def test_a_replica_leaves_whose_start_failed_or_never_began(
-    kind: type[LoadedModel | OnDemandModel], tmp_path: Path
-) -> None:
-    """Serve calls `leave` then, too."""
-    await kind().leave()
+def _model() -> ResolvedModel:
     app = parse({"models": [{"id": "m", "source": {"builtin": True}, "keep_alive": "1m"}]})
     (model,) = resolve_all(app)
-    if kind is LoadedModel:
-        gone = ModelSource(path=tmp_path / "gone.gguf")
-        model = replace(model, source=gone, on_demand=None)
-    else:
-        (tmp_path / "on-demand").touch()  # no folder
-    replica = kind()
-    with pytest.raises((ConfigError, OSError)):
-        await replica.start(model, ReplicaPlace("app", "m", "m-1", "node", tmp_path))
-    await replica.leave()
+    return model
+
+
+async def test_nothing_is_left_of_a_load_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was opened is closed, and no frame of the error has the model's memory."""
+    opened: list[weakref.ref[Channels]] = []
+    closed = []
+
+    class WatchedChannels(Channels):
+        def __init__(self, node_id: str, replica_id: str) -> None:
+            super().__init__(node_id, replica_id)
+            opened.append(weakref.ref(self))
+
+        def close(self) -> None:
+            super().close()
+            closed.append(os.sched_getaffinity(0))
+
+    def fail(*_: object) -> None:
+        raise ConfigError("There is no room.")
+
+    monkeypatch.setattr(loaded_model, "Channels", WatchedChannels)
+    monkeypatch.setattr(loaded_model.Engine, "load", fail)
+    cpus = os.sched_getaffinity(0)
+    place = ReplicaPlace("app", "m", "m-1", "node", tmp_path)
+    with pytest.raises(ConfigError, match="There is no room") as caught:
+        await LoadedModel.load(replace(_model(), on_demand=None), place)
+    gc.collect()
+    assert caught.value.__traceback__ is not None
+    assert [one() for one in opened] == [None]
+    assert len(closed) == 1
+    assert os.sched_getaffinity(0) == cpus
+
+
+async def test_a_model_on_demand_needs_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "on-demand").touch()  # no folder
+    with pytest.raises(OSError, match="on-demand"):
+        OnDemandModel(_model(), ReplicaPlace("app", "m", "m-1", "node", tmp_path))

@@ -313,8 +313,9 @@ async def test_browsers_are_told_the_headers_that_they_may_send(
 
 
 async def test_routes_that_were_switched_off(connect: Open, keys: Path) -> None:
-    client = connect(IngressConfig(disabled_routes=["/slots", "/v1/completions"]))
-    for method, path in (("GET", "/slots"), ("POST", "/slots/0"), ("POST", "/v1/completions")):
+    client = connect(IngressConfig(disabled_routes=["/slots", "/v1/completions", "/"]))
+    off = [("GET", "/slots"), ("POST", "/slots/0"), ("POST", "/v1/completions"), ("POST", "/")]
+    for method, path in off:
         answer = await client.request(method, path, json={})
         assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
     assert (await client.get("/props")).status_code == 200

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.base.errors import QueueFullError
 from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
-from serve_app.server.answering import generation
+from serve_app.server.answering import streaming
 from serve_app.server.model_registry import ServedModel
 from tests.unit.server.harness import HELLO, N_CTX_SLOT, ByteTokenizer
 
@@ -40,9 +40,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def started(engine: Engine) -> asyncio.Task[generation.Deltas]:
+async def started(engine: Engine) -> asyncio.Task[streaming.Deltas]:
     model = ServedModel("m", N_CTX_SLOT, ByteTokenizer(), engine=engine)  # type: ignore[arg-type]
-    task = asyncio.create_task(generation.start(model, REQUESTS))
+    task = asyncio.create_task(streaming.start(model, REQUESTS))
     await settle()
     assert list(engine.decided) == ["r.0", "r.1", "r.2"]
     return task

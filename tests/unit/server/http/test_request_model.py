@@ -179,3 +179,14 @@ async def test_the_path_of_a_nested_field_is_named_whole(engine: ScriptedEngine)
 async def test_nothing_is_named_where_nothing_is_ignored(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/completions", json=TEXT)
     assert "x-corral-ignored" not in answer.headers
+
+
+async def test_strict_servers_take_a_call_as_langchain_sends_it(engine: ScriptedEngine) -> None:
+    """As seen of `@langchain/ollama` 1.3.0; Ollama's own clients tell the call's place."""
+    function = {"name": "f", "arguments": {}, "index": 0}
+    call = {"id": "c", "type": "function", "function": function}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    body = {"messages": [{"role": "user", "content": "Hi"}, said], "stream": False}
+    async with connected(engine, strict=True) as client:
+        answer = await client.post("/api/chat", json=body)
+    assert answer.status_code == 200, answer.text

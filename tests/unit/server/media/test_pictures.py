@@ -29,8 +29,8 @@ from serve_app.base.errors import (
 )
 from serve_app.base.types import MEDIUM, Picture
 from serve_app.prompt.tokenizer import Tokenizer
-from serve_app.server.answering.generation import n_tokens
 from serve_app.server.answering.preparation import Generation, PromptLength
+from serve_app.server.answering.streaming import n_tokens
 from serve_app.server.answering.vectors import TextsToEmbed
 from serve_app.server.media import decoder
 from serve_app.server.media.decoder import MediaDecoder
@@ -99,8 +99,10 @@ def of_anthropic(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
 def of_ollama_chat(models: Mapping[str, ModelInfo], *files: bytes) -> Generation:
     """The same."""
     turn = {"role": "user", "content": "What?", "images": [b64(one) for one in files]}
-    made = prepared(ollama.chat, models, json.dumps({"model": "m", "messages": [turn]}).encode())
-    assert isinstance(made, ollama.OllamaGeneration)
+    made = prepared(
+        ollama.prepare_chat, models, json.dumps({"model": "m", "messages": [turn]}).encode()
+    )
+    assert isinstance(made, ollama.PreparedOllamaAnswer)
     return made.chat.generation
 
 
@@ -108,7 +110,7 @@ def of_ollama_generate(models: Mapping[str, ModelInfo], *files: bytes) -> Genera
     """The same."""
     body = {"model": "m", "prompt": "What?", "images": [b64(one) for one in files]}
     made = prepared(ollama.generate, models, json.dumps(body).encode())
-    assert isinstance(made, ollama.OllamaGeneration)
+    assert isinstance(made, ollama.PreparedOllamaAnswer)
     assert not made.has_context
     return made.chat.generation
 
@@ -117,7 +119,7 @@ def of_llama_server(models: Mapping[str, ModelInfo], *files: bytes) -> Generatio
     """The same."""
     prompt = "See " + "<__media__>" * len(files) + " What?"
     body = {"prompt": {"prompt_string": prompt, "multimodal_data": [b64(one) for one in files]}}
-    return prepared(llama_server.completion, models, json.dumps(body).encode()).generation
+    return prepared(llama_server.llama_completion, models, json.dumps(body).encode()).generation
 
 
 def of_embeddings(models: Mapping[str, ModelInfo], **fields: Any) -> TextsToEmbed:

@@ -76,7 +76,7 @@ def of_llama_server(models: Any, *files: bytes) -> Generation:
     data = [base64.b64encode(file).decode() for file in files]
     text = "<__media__>" * len(files) + "What is it?"
     body = {"prompt": {"prompt_string": text, "multimodal_data": data}}
-    return prepared(llama_server.completion, models, json.dumps(body).encode()).generation
+    return prepared(llama_server.llama_completion, models, json.dumps(body).encode()).generation
 
 
 ASKS = [of_openai, of_responses, of_llama_server]
