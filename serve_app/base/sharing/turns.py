@@ -4,7 +4,7 @@ Two teams of threads on the same cores wait for each other at every barrier. So 
 while it computes a step. The next engine is the one that had least of the machine, by measured seconds.
 That is start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-The engines share a table in a file. The lock flock(2) guards it for some microseconds at a time. The kernel
+The engines share a table in a file. They lock it with flock(2) for some microseconds at a time. The kernel
 drops that lock with its process. Each engine waits at a socket of its own for whoever gives it the turn. A
 pidfd tells at once that the holder died. A holder that was stopped is passed over.
 """
@@ -105,6 +105,8 @@ class Turns:
         self.waited_s = 0.0
         """The seconds of all waits for a turn."""
         self._holds, self._began_at = False, 0.0
+        self._passed_over = 0
+        """The process that was passed over last."""
         with ExitStack() as stack:
             self._folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._folder)
@@ -357,7 +359,11 @@ class Turns:
             self._clear(index)
             self._choose()
         elif now - max(since, entry.worked_at) > _MOST_HELD_S or _is_stopped(entry):
-            logger.warning("The engine of process %d holds its turn: others go on.", entry.pid)
+            if (
+                entry.pid != self._passed_over
+            ):  # once: on a crowded machine, it is so with each pass
+                logger.warning("The engine of process %d holds its turn: others go on.", entry.pid)
+            self._passed_over = entry.pid
             self._charge(index, now)
             self._choose()
 

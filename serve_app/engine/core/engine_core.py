@@ -339,12 +339,12 @@ class EngineCore:
         return self.has_work or not self.steps.is_draining
 
     def rest(self) -> None:
-        """Do one piece of the work that waits until there are no requests."""
-        with self.turns.turn():
-            self.runner.use_adapters(())
-            for guest in self.guests:
-                if guest.rest_at <= time.monotonic():
-                    guest.at_rest()
+        """Do one piece of the work that waits until there are no requests. It has no turn: what is stored
+        takes a disk's time. What computes takes one."""
+        self.runner.use_adapters(())
+        for guest in self.guests:
+            if guest.rest_at <= time.monotonic():
+                guest.at_rest()
         self.published.refresh()
 
     @property
@@ -375,6 +375,7 @@ class EngineCore:
 
     def close(self, *, healthy: bool) -> None:
         """Close the guests, and then the backend. What was learned of its costs is kept."""
+        self.turns.give()
         with ExitStack() as stack:
             stack.callback(self.backend.close)
             if healthy and self.counts.step_s >= _KEPT_FROM_S:

@@ -16,7 +16,7 @@ from tests.e2e.cluster.test_failover import Streams
 from tests.e2e.conftest import Corral, short_folder, wait_until
 
 NAMES = ("one", "two")
-N_TOKENS = 600
+N_TOKENS = 200
 LEAST_SHARE = 0.35
 
 
@@ -49,10 +49,10 @@ def test_both_have_all_cores_and_half_of_their_time(server: Corral) -> None:
     assert len(placements) == 1
     assert "in turns" in placements.pop()
     before = [turn_s(server, name) for name in NAMES]
-    streams = [Streams(server, 4, N_TOKENS, name) for name in NAMES]
-    with ThreadPoolExecutor(8) as pool:
+    streams = [Streams(server, 2, N_TOKENS, name) for name in NAMES]
+    with ThreadPoolExecutor(4) as pool:
         reading = [pool.submit(each.read, i) for each in streams for i in each.numbers]
-        wait_until(lambda: all(each.n_begun == 4 for each in streams), 60, "no streams")
+        wait_until(lambda: all(each.n_begun == 2 for each in streams), 60, "no streams")
         seconds = [turn_s(server, name) for name in NAMES]
         wait_until(lambda: any(one.done() for one in reading), 120, "no stream ended")
         shares = [turn_s(server, name) - s for name, s in zip(NAMES, seconds, strict=True)]

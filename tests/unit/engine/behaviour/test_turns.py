@@ -13,6 +13,7 @@ from serve_app.base.sharing import turns
 from serve_app.base.sharing.turns import Turns
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.engine_core import EngineCore
+from serve_app.engine.core.guest import Guest
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.health import Progress
@@ -94,3 +95,23 @@ def test_a_guest_goes_on_in_the_turn(path: Path, other: Turns) -> None:
         interlude.result()
         assert other._table.holder == 1 - other._index
         core.close(healthy=False)
+
+
+def test_nobody_waits_for_what_is_stored_at_rest_and_at_the_end(path: Path, other: Turns) -> None:
+    sizes = options(turns=path)
+    queue, ends = CommandQueue(SlotPolicy(sizes)), list[int]()
+
+    class Storing(Guest):
+        def close(self, *, healthy: bool) -> None:
+            ends.append(other._table.holder)
+
+    with turns.join(path):
+        core = EngineCore(
+            FakeBackend(endless, n_slots=2), sizes, queue, Progress(), lambda core: [Storing()]
+        )
+        other.take()
+        core.rest()  # beside the other one's turn
+        other.give()
+        core.turns.take()
+        core.close(healthy=True)
+        assert ends == [-1]
