@@ -16,7 +16,7 @@ from tests.e2e.cluster.test_failover import Streams
 from tests.e2e.conftest import Corral, short_folder, wait_until
 
 NAMES = ("one", "two")
-N_TOKENS = 200
+N_TOKENS = 120
 LEAST_SHARE = 0.35
 
 
