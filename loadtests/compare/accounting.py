@@ -64,7 +64,7 @@ def start(
     entry = {"id": "m", "source": {"path": str(model)}, "engine": engine}
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        ingress: dict[str, object] = {}
+        ingress: dict[str, Any] = {}
         if side == ON:
             budgets = {
                 "tokens_per_minute": _LIMIT,

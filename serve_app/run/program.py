@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 620
 """Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
 load balancers 600 s."""
 OWN_HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
-"""Those of Serve's `http_options` that an ingress needs to listen itself."""
+"""The options among Serve's `http_options` that an ingress needs to listen itself."""
 _LOCATIONS = ("Disabled", "HeadOnly", "EveryNode")
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
 _PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}

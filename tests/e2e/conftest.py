@@ -78,7 +78,7 @@ class Corral:
         local: bool = False,
         args: Mapping[str, object] | None = None,
         import_path: str = servers.BUILD,
-        **ingress: object,
+        **ingress: Any,
     ) -> None:
         """As `corral serve` starts it, with Ray or without, or by `serve run`, as in clusters. `args` are
         the application's beside `models`; `ingress` are settings of that."""
