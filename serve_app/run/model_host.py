@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, with_models
 from serve_app.run.resolving import resolve_all
 from serve_app.store.shared_entries import Entry
 
-_SHARED = {"source", "projector", "adapters", "defaults", "engine"}
+_SHARED: dict[str, Any] = dict.fromkeys(
+    ("source", "projector", "adapters", "defaults", "engine"), True
+) | {"serve": {"health_check_period_s", "health_check_timeout_s"}}
 """The parts of a model's entry that a copy of it has, too."""
 
 

@@ -165,6 +165,7 @@ class Transcript(EventAnswer):
         group = await self._bodies.work(preparation.windows, *order.pieces(self._form))
         if group.chat is None:
             self._caller.check_model(group.model)
+            await self._caller.admit([], len(group.windows))
         else:
             plan = group.chat.generation
             model, answer_id = find(self._models, plan.model), f"{self._id}-{next(self._numbers)}"
@@ -214,6 +215,7 @@ class Transcript(EventAnswer):
             caller.keep_charge()
             self._language = self._language or heard.language
             n_tokens = sum(len(one.tokens) for one in heard.segments)
+            caller.charge(n_tokens)
             caller.count(self.group.model, {"completion_tokens": n_tokens})
             for spoken in heard.segments:
                 begin, end = (window.start_s + at for at in (spoken.start, spoken.end))
@@ -222,6 +224,7 @@ class Transcript(EventAnswer):
                 self._n_output += len(spoken.tokens)
                 if text := self._add(segment, [spoken.text]):
                     yield text
+        caller.settle()
         if self.group.next_start is None:
             caller.count(self.group.model, {"requests": 1, "completed": 1})
 

@@ -162,8 +162,11 @@ class LocalServer:
 
     async def start(self, entry: Entry, model: ResolvedModel) -> LocalHandle:
         from serve_app.channel import routing_reports as reports
+        from serve_app.config.schema import with_models
 
-        handle, child = LocalHandle(model, self._folder, model.num_cpus), EngineChild(self._folder)
+        options = with_models(self._app, [entry]).models[-1].serve
+        handle = LocalHandle(model, self._folder, model.num_cpus, options)
+        child = EngineChild(self._folder)
         self.handles[model.id], self._entries[model.id] = handle, entry
         self._keeping[model.id] = asyncio.create_task(handle.keep(child))
         assert reports.HERE.address is not None  # the ingress listens

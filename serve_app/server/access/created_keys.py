@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from serve_app.base.errors import (
     ObjectNotFoundError,
     StorageFullError,
 )
+from serve_app.base.locks import lock
 from serve_app.config.keys import ApiKey
 from serve_app.config.problems import describe_errors
 from serve_app.server.http import request_model
@@ -74,8 +78,12 @@ def read_file(path: Path) -> bytes:
 
 
 class CreatedKeys:
-    """The file of keys. It is changed within a transaction of the ledger, which all ingresses share:
-    nobody else changes the file meanwhile. Any thread."""
+    """The file of keys, which all ingresses share. Who changes it has the lock of a file beside it. Any
+    thread.
+
+    A key can be revoked while the disk is full. The version before the newest one stays: the next one is
+    written in its place.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "keys.json"
@@ -117,9 +125,13 @@ class CreatedKeys:
     def _changing(self) -> Iterator[dict[str, ApiKey]]:
         """The keys by their names, which are written when the block has changed them."""
         try:
-            keys = {key.name: key for key in self.read()}
-            yield keys
-            self._write(list(keys.values()))
+            descriptor = lock(self.path.with_name(f"{self.path.name}.lock"), fcntl.LOCK_EX)
+            try:
+                keys = {key.name: key for key in self.read()}
+                yield keys
+                self._write(list(keys.values()))
+            finally:
+                os.close(descriptor)
         except ConfigError as error:
             raise CorralError(f"The keys cannot be read: {error.message}") from None
         except OSError as error:
@@ -127,13 +139,34 @@ class CreatedKeys:
 
     def _write(self, keys: list[ApiKey]) -> None:
         entries = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
-        new = self.path.with_name(f"{self.path.name}.new")
-        descriptor = os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps(entries))
-            file.flush()
+        content = json.dumps(entries).encode()
+        new, before = (self.path.with_name(f"keys.json.{name}") for name in ("new", "before"))
+        with _with_room(new, len(content)) as file:
+            file.write(content)
+            file.truncate()
+            now = time.time_ns()  # the kernel's clock for files may stand still for milliseconds
+            os.utime(file.fileno(), ns=(now, now))
             os.fsync(file.fileno())
+        before.unlink(missing_ok=True)
+        with suppress(OSError):  # the first version, or a file system where a file has one name
+            before.hardlink_to(self.path)
         new.replace(self.path)
+        with suppress(OSError):
+            before.replace(new)
+        with suppress(OSError):
+            _with_room(new, len(content)).close()
+
+
+def _with_room(path: Path, n_bytes: int) -> FileIO:
+    """The file, unbuffered, with room for so many bytes. Raises OSError."""
+    flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = FileIO(os.open(path, flags, 0o600), "w")
+    try:
+        os.posix_fallocate(file.fileno(), 0, n_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _find_key(keys: dict[str, ApiKey], name: str) -> ApiKey:

@@ -14,12 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from serve_app.base.sharing import turns
 from serve_app.config.schema import IngressConfig, WhisperConfig
 from serve_app.plugins import whisper
 from tests.doubles.api import build_api
-from tests.unit.apis.audio.test_transcriptions import LONG, ask
+from tests.unit.apis.audio.test_transcriptions import KEY, LONG, ask
 from tests.unit.server.harness import events
 from tests.unit.server.media.test_sounds import wav
 
@@ -52,12 +53,15 @@ class WhisperModel:
 
 
 @asynccontextmanager
-async def api(model: str = "tiny") -> AsyncIterator[httpx.AsyncClient]:
-    app = build_api({}, IngressConfig(whisper=WhisperConfig(model=model, keep_alive=60)))
+async def api(model: str = "tiny", **access: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = build_api({}, IngressConfig(whisper=WhisperConfig(model=model, keep_alive=60), **access))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {KEY}"}
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client,
+        httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", timeout=60, headers=headers
+        ) as client,
     ):
         yield client
 
@@ -138,3 +142,13 @@ def test_it_is_stopped_while_models_on_its_cores_have_their_turns(tmp_path: Path
         process.kill()
         process.wait()
         other.close()
+
+
+async def test_budgets_of_keys_hold(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    """A window has four tokens, and the long file three windows."""
+    keys, entry = tmp_path / "keys.yaml", {"name": "a", "key": KEY, "tokens_per_day": 40}
+    keys.write_text(yaml.safe_dump({"keys": [entry]}))
+    async with api(api_key_file=keys) as limited:
+        answers = [await ask(limited, sound) for sound in (wav(2), LONG, LONG, LONG, wav(2))]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429]
+    assert answers[-1].headers["x-should-retry"] == "false"

@@ -8,10 +8,9 @@ import errno
 import json
 import os
 import sqlite3
-import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -787,18 +786,6 @@ def test_batches_and_strays_are_removed(tmp_path: Path, monkeypatch: pytest.Monk
     now += 31 * 86400
     store.sweep()
     assert [batch.id for batch in store.batches("", 10, None)] == [ids[3]]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of two MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mounting, capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 async def test_a_full_disk_pauses_batches_and_computes_nothing_twice(

@@ -19,6 +19,9 @@ from serve_app.base.errors import (
     EngineFailedError,
     EngineUnavailableError,
 )
+from serve_app.channel import routing_reports
+from serve_app.channel.protocol import Address
+from serve_app.config.schema import parse
 from serve_app.run.local import handle, server
 from serve_app.run.local.calls import Connection
 from serve_app.run.local.handle import EngineChild, LocalHandle
@@ -48,6 +51,7 @@ def test_the_folders_of_servers_that_were_killed_are_removed(
 class _Model(msgspec.Struct):
     id: str
     name: str
+    num_cpus: float = 1.0
 
 
 class _DyingChild(EngineChild):
@@ -160,6 +164,25 @@ async def test_a_model_goes_on_when_there_can_be_a_process_again(
         assert await local.call("stats") == "stats"
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_copy_of_a_model_is_asked_as_often_whether_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "EngineChild", _ScriptedChild)
+    monkeypatch.setattr(_ScriptedChild, "outcomes", [None])
+    monkeypatch.setattr(routing_reports.HERE, "address", Address("n", "p", "127.0.0.1", 1, "s"))
+    checks = {"health_check_period_s": 2.0, "health_check_timeout_s": 300.0}
+    serve = {**checks, "ray_actor_options": {"num_cpus": 1}}
+    app = parse({"models": [{"id": "a", "source": {"builtin": True}, "serve": serve}]})
+    model = cast(Any, _Model("b", "b"))
+    local = server.LocalServer(app, [model], cast(Any, None), tmp_path)
+    copied = local.entry("a")
+    assert copied is not None
+    assert copied["serve"] == checks
+    handle = await local.start({**copied, "id": "b"}, model)
+    assert handle._options.health_check_timeout_s == 300.0
+    await local.stop("b")
 
 
 async def _call_after_loss(local: LocalHandle) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.doubles.api import build_api
 from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 OP, ANA = "op-secret-0123456789", "ana-secret-0123456789"
-Open = Callable[[], httpx.AsyncClient]
+Open = Callable[..., httpx.AsyncClient]
 
 
 def by(secret: str) -> dict[str, str]:
@@ -35,10 +36,10 @@ def ingress(engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path) ->
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
     models = {"m": ServedModel("m", N_CTX_SLOT, tokenizer, engine=engine)}  # type: ignore[arg-type]
 
-    def made() -> httpx.AsyncClient:
+    def made(folder: Path = tmp_path) -> httpx.AsyncClient:
         api = build_api(
             models,
-            IngressConfig(api_key_file=tmp_path / "keys.yaml", usage_folder=tmp_path / "usage"),
+            IngressConfig(api_key_file=tmp_path / "keys.yaml", usage_folder=folder / "usage"),
         )
         transport = httpx.ASGITransport(api, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=by(OP))
@@ -149,10 +150,31 @@ async def test_keys_that_are_made_at_once_are_all_there(
 async def test_a_full_disk_is_said_and_changes_nothing(ingress: Open, tmp_path: Path) -> None:
     client = ingress()
     key = await made(client, name="ben")
-    (tmp_path / "usage" / "keys.json.new").mkdir()  # where the next version would be written
+    new = tmp_path / "usage" / "keys.json.new"  # where the next version would be written
+    new.unlink()
+    new.mkdir()
     answer = await client.post("/v1/keys", json={"name": "cleo"})
     assert answer.status_code == 507
     assert await status(client, key["key"]) == 200
+
+
+@pytest.mark.parametrize("n_keys", [1, 2, 40])
+async def test_keys_are_revoked_while_the_disk_is_full(
+    ingress: Open, small_disk: Path, n_keys: int
+) -> None:
+    """Also while the ledger has counts that it cannot write."""
+    here, there = ingress(small_disk), ingress(small_disk)
+    secrets = {f"k{i}": (await made(here, name=f"k{i}"))["key"] for i in range(n_keys)}
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(512)):
+            pass
+    large = {"name": "large", "labels": {f"l{i}": "x" * 256 for i in range(16)}}
+    assert (await here.post("/v1/keys", json=large)).status_code == 507
+    body = {"prompt": "counted"}
+    for name, secret in secrets.items():
+        assert (await here.post("/v1/completions", json=body, headers=by(secret))).is_success
+        assert (await here.delete(f"/v1/keys/{name}")).json()["deleted"]
+        assert [await status(one, secret) for one in (here, there)] == [401, 401]
 
 
 async def test_a_broken_file_leaves_the_keys_that_were_there(
