@@ -27,7 +27,7 @@ from serve_app.base.errors import (
     ObjectNotFoundError,
     StorageFullError,
 )
-from serve_app.base.locks import lock
+from serve_app.base.sharing.locks import lock
 from serve_app.config.keys import ApiKey
 from serve_app.config.problems import describe_errors
 from serve_app.server.http import request_model
