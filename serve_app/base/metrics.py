@@ -118,7 +118,7 @@ def _make(
 def _prometheus_metric(
     kind: str, name: str, what: str, labels: tuple[str, ...], **options: Any
 ) -> Any:
-    """The object of each metric: prometheus_client keeps each for the life of the process."""
+    """The only object of a metric: prometheus_client keeps each for the life of the process."""
     import prometheus_client
 
     of_kind = getattr(prometheus_client, kind)

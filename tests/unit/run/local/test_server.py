@@ -182,6 +182,9 @@ async def test_a_copy_of_a_model_is_asked_as_often_whether_it_runs(
     assert copied["serve"] == checks
     handle = await local.start({**copied, "id": "b"}, model)
     assert handle._options.health_check_timeout_s == 300.0
+    async with asyncio.timeout(60):
+        while not handle.running():  # noqa: ASYNC110
+            await asyncio.sleep(0)
     await local.stop("b")
 
 
