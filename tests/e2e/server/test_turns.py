@@ -48,7 +48,6 @@ def test_both_have_all_cores_and_half_of_their_time(server: Corral) -> None:
     placements = {replica(server, name)["placement"].partition(";")[0] for name in NAMES}
     assert len(placements) == 1
     assert "in turns" in placements.pop()
-    before = [turn_s(server, name) for name in NAMES]
     streams = [Streams(server, 2, N_TOKENS, name) for name in NAMES]
     with ThreadPoolExecutor(4) as pool:
         reading = [pool.submit(each.read, i) for each in streams for i in each.numbers]
@@ -59,7 +58,6 @@ def test_both_have_all_cores_and_half_of_their_time(server: Corral) -> None:
         for one in reading:
             one.result()
     assert min(shares) > LEAST_SHARE * sum(shares)
-    assert min(before) > 0  # what they measured at the start was in turns, too
 
 
 def test_a_model_that_is_lost_does_not_keep_its_turn(server: Corral) -> None:
