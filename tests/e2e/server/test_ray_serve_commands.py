@@ -30,7 +30,6 @@ from tests.e2e.conftest import (
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 PREFIXES = ("/one", "/two")
 LONG_ANSWER = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-LONGER = {"max_tokens": 20_000, "context_shift": True}
 
 
 class Head:
@@ -75,9 +74,9 @@ class Head:
         """What `serve run` prints, which connects to Ray itself."""
         return self._run("serve", "run", "--address", f"127.0.0.1:{self._gcs}", *arguments)
 
-    def deploy(self, *applications: dict[str, Any], **options: object) -> None:
-        """`serve deploy` of a file with these applications and options of Serve."""
-        config = {"http_options": {"host": "127.0.0.1", "port": self.port}} | options
+    def deploy(self, *applications: dict[str, Any]) -> None:
+        """`serve deploy` of a file with these applications."""
+        config = {"http_options": {"host": "127.0.0.1", "port": self.port}}
         path = self.directory / "serve_config.yaml"
         path.write_text(json.dumps(config | {"applications": list(applications)}))  # is YAML
         self.serve("deploy", str(path))
@@ -120,23 +119,20 @@ def head() -> Iterator[Head]:
             processes.stop(one.process, directory, STOP_TIMEOUT_S)
 
 
-def application(
-    gguf: Path, prefix: str, n_slots: int = 2, name: str = "", **ingress: object
-) -> dict[str, Any]:
+def application(gguf: Path, prefix: str, n_slots: int = 2) -> dict[str, Any]:
     """An application that serves one model behind `prefix`."""
-    name = name or prefix.strip("/")
-    args = {"models": [model(gguf, name, n_slots=n_slots, n_ctx_slot=2048)], "ingress": ingress}
+    name = prefix.strip("/")
+    args = {"models": [model(gguf, name, n_slots=n_slots, n_ctx_slot=2048)]}
     return {"name": name, "route_prefix": prefix, "import_path": BUILD, "args": args}
 
 
 @contextmanager
-def long_answer(url: str, lines: list[str], **settings: object) -> Iterator[None]:
+def long_answer(url: str, lines: list[str]) -> Iterator[None]:
     """A stream that has begun; when the block ends, it has ended, and `lines` has its events."""
-    body = LONG_ANSWER | settings
     begun = threading.Event()
 
     def read() -> None:
-        with httpx.stream("POST", f"{url}/completions", json=body, timeout=120) as answer:
+        with httpx.stream("POST", f"{url}/completions", json=LONG_ANSWER, timeout=120) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     lines.append(line)
@@ -197,46 +193,6 @@ def test_deploy_status_config_a_changed_value_and_an_end_without_a_cut(
     assert_whole(lines)
     wait_until(lambda: head.statuses() == {}, START_TIMEOUT_S, lambda: head.serve("status"))
     head.serve("shutdown", "--yes")
-
-
-def test_without_proxies_the_ingress_listens_itself(gguf: Path, head: Head) -> None:
-    head.deploy(application(gguf, "/", name="one"), proxy_location="Disabled")
-    url = head.url("")
-    wait_until(answers(url), START_TIMEOUT_S, lambda: head.serve("status"))
-    assert processes.tagged(head.directory, "ServeController")
-    assert not processes.tagged(head.directory, "ray::ProxyActor")
-
-    def engine() -> dict[str, Any]:
-        (replica,) = httpx.get(f"{url}/stats", timeout=60).json()["models"][0]["replicas"]
-        found: dict[str, Any] = replica["engine"]
-        return found
-
-    body = LONG_ANSWER | LONGER
-    with httpx.stream("POST", f"{url}/completions", json=body, timeout=120) as answer:
-        lines_of_leaver = answer.iter_lines()  # kept: without it, httpx would leave
-        assert next(lines_of_leaver)
-    wait_until(lambda: engine()["requests"]["ended"] == {"abort": 1}, 60, lambda: str(engine()))
-
-    (before,) = processes.tagged(head.directory, "ray::ServeReplica:one:Ingress")
-    lines: list[str] = []
-    with long_answer(url, lines, **LONGER):
-        changed = application(gguf, "/", name="one", max_ongoing_requests=77)
-        head.deploy(changed, proxy_location="Disabled")
-        wait_until(
-            lambda: len(processes.tagged(head.directory, "ray::ServeReplica:one:Ingress")) == 2,
-            START_TIMEOUT_S,
-            lambda: head.serve("status"),
-        )
-    assert_whole(lines)
-    wait_until(
-        lambda: before not in processes.tagged(head.directory), 60, lambda: head.serve("status")
-    )
-    assert engine()["requests"]["ended"]["length"] == 1  # the engine is the same one
-
-    head.deploy(changed, application(gguf, "/two"), proxy_location="Disabled")
-    refused = "proxy_location: Disabled is for one application at /. Remove it for one at /"
-    wait_until(lambda: refused in head.serve("status"), START_TIMEOUT_S, "a second one is refused")
-    assert answers(url)()
 
 
 def test_run_of_an_import_path_serves_the_model_of_corral_behind_a_prefix(head: Head) -> None:
