@@ -54,16 +54,14 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
             raise ConfigError("It is damaged.")
         return Engine()
 
-    monkeypatch.setattr(on_demand, "_load_model", loaded)
+    monkeypatch.setattr("serve_app.run.replica.loaded_model.LoadedModel.load", loaded)
     monkeypatch.setattr(on_demand, "_clean_up", lambda: None)
 
     async def start(name: str = "m") -> Any:
-        made = Replica()
-        await made.start(
+        return Replica(
             SimpleNamespace(id=name, on_demand=OnDemandSettings(3600.0, 2.0, 1, has_peers=False)),
             ReplicaPlace("app", "engines", "replica", "node", tmp_path / "loaded"),
         )
-        return made
 
     yield start
     left = asyncio.all_tasks() - {asyncio.current_task()}
