@@ -15,19 +15,19 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2020,
-    "channel": 1379,
-    "config": 1387,
-    "kernels": 6704,
-    "store": 1415,
-    "prompt": 5984,
-    "engine": 12016,
-    "server": 9802,
-    "apis": 10410,
-    "run": 4755,
-    "cluster": 1431,
-    "cli": 3871,
-    "plugins": 1537,
+    "base": 2511,
+    "channel": 1387,
+    "config": 1391,
+    "kernels": 6771,
+    "store": 1417,
+    "prompt": 5989,
+    "engine": 12196,
+    "server": 9892,
+    "apis": 10617,
+    "run": 5094,
+    "cluster": 1447,
+    "cli": 3891,
+    "plugins": 1588,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own
 room and rooms to its left. Raise a budget in the change that needs it, and say there what it buys."""
