@@ -24,6 +24,8 @@ EXAMPLES: list[CorralError] = [
         "no threads", "thread", {"error_code": "x", "unsupported": ["thread"]}
     ),
     errors.PicturesWantedError("messages", (("http://a/", "Picture 1 of 1"),)),
+    errors.ItemNotFoundError("msg_1", True),
+    errors.ItemNotFoundError("msg_1", False),
     errors.AuthenticationError("no key"),
     errors.ModelLoadingError("not yet", 7),
     errors.PermissionDeniedError("not yours"),
