@@ -11,7 +11,8 @@ import asyncio, gc, sys
 from pathlib import Path
 from serve_app.base import metrics
 from serve_app.config import schema
-from serve_app.run.replica.on_demand import _clean_up, _load_model
+from serve_app.run.replica.loaded_model import LoadedModel
+from serve_app.run.replica.on_demand import _clean_up
 from serve_app.run.replica.place import ReplicaPlace
 from serve_app.run.resolving import resolve_all
 from serve_app.store import shared_entries
@@ -28,7 +29,7 @@ place = ReplicaPlace("corral", "m", "m-1", "local", folder, measures_again=False
 
 async def load(times):
     for _ in range(times):
-        loaded = await _load_model(model, place)
+        loaded = await LoadedModel.load(model, place)
         await loaded.close()
         loaded.forget()
         del loaded
