@@ -6,6 +6,7 @@ sequence at a time. No scheduling, no text, no streams.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -35,6 +36,8 @@ class BareModel:
     def __init__(
         self, path: str | os.PathLike[str], *, vocab_only: bool = False, repack: bool = True
     ) -> None:
+        self._log, self._of_log = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+        llama_cpp.llama_log_get(ctypes.byref(self._log), ctypes.byref(self._of_log))
         llama_cpp.llama_log_set(_NO_LOG, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
@@ -58,6 +61,7 @@ class BareModel:
 
     def __exit__(self, *_: object) -> None:
         llama_cpp.llama_model_free(self.pointer)
+        llama_cpp.llama_log_set(self._log, self._of_log)  # others in this process read it
 
 
 class BareLoop:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from loadtests.engine.bare_loop import BareModel
 from serve_app.app import application, build
 from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.config.schema import parse
+from serve_app.kernels.llama import library
+from serve_app.kernels.llama.model import Model
 from serve_app.run.resolving import check_files, resolve_all
 from serve_app.server.model_registry import ModelFile
 from serve_app.server.workers.pool import WorkerPool
@@ -135,3 +138,14 @@ async def test_workers_that_start_again_leave_the_model_out(tmp_path: Path) -> N
             await pool.run("a", work.tokens_of, b"bad")
     finally:
         await pool.close()
+
+
+def test_the_reason_is_known_behind_a_model_that_was_measured_without_an_engine(
+    tmp_path: Path,
+) -> None:
+    """`BareModel` silences llama.cpp, for the whole process, as long as it is open."""
+    library.init()
+    with BareModel(BUILTIN_MODEL, vocab_only=True):
+        pass
+    with pytest.raises(ConfigError, match="not within the file bounds"):
+        Model(cut(tmp_path))
