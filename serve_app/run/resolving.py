@@ -274,7 +274,7 @@ def _resolve(
     options = sizing.resolve(
         model.engine,
         needs,
-        cores=_cores(model.engine, share, here, share.place_cpus or reserved),
+        cores=_cores(model.engine, share, here, reserved),
         memory_bytes=memory_bytes,
         n_replicas=n_together,
     )
@@ -363,7 +363,7 @@ def _most_replicas(configured: RayServeOptions, share: Share) -> int:
 
 def _cores(engine: EngineConfig, share: Share, here: Machine, reserved: float) -> int:
     threads = max(engine.threads or 0, engine.threads_batch or 0)
-    return min(threads or share.n_cores, plan.n_cores(here, reserved))
+    return min(threads or share.n_cores, plan.n_cores(here, share.place_cpus or reserved))
 
 
 def _memory_report(memory_bytes: int, n_replicas: int) -> str:

@@ -172,19 +172,24 @@ def pin(
         return _no_pinning(f"leases cannot be kept in {folder} ({error})")
     if lease is None:
         return _no_pinning(f"fewer than {reserved:g} of {len(cpus)} cores are free")
-    before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    try:
-        _set_affinity(lease.cpus)
-    except OSError as error:
-        lease.release()
-        return _no_pinning(f"the kernel does not allow it ({error})")
     node = ""
     if len(here.topology.nodes) > 1 and lease.numa_node is not None:
         node = f" of NUMA node {lease.numa_node}"
     elif len(here.topology.nodes) > 1:
         node = f" of several NUMA nodes (no node has {len(lease.cpus)} free)"
     where = f"{machine.list_cpus(lease.cpus)}{node}"
-    return CorePinning(lease, f"pinned to cores {where}, which no other replica uses", before)
+    return _pin_to(lease, f"pinned to cores {where}, which no other replica uses")
+
+
+def _pin_to(lease: CoreLease, report: str) -> CorePinning:
+    """Pin all threads to the CPUs of that lease, which is released if the kernel does not allow it."""
+    before = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    try:
+        _set_affinity(lease.cpus)
+    except OSError as error:
+        lease.release()
+        return _no_pinning(f"the kernel does not allow it ({error})")
+    return CorePinning(lease, report, before)
 
 
 def share(n: int, folder: Path, here: machine.Machine) -> CorePinning:
@@ -195,13 +200,11 @@ def share(n: int, folder: Path, here: machine.Machine) -> CorePinning:
         return _no_pinning(f"its models share a CPU quota of {here.quota:g} cores in turns")
     try:
         place, seat = _take_seat(_places(topology, n), folder)
-        before = tuple(sorted(os.sched_getaffinity(0)))
-        _set_affinity(place)
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         return _no_pinning(f"places cannot be kept in {folder} ({error})")
     of_all = set(place)
     lease = CoreLease(place, topology.one_of_each(of_all), topology.node_of(of_all), (seat,))
-    return CorePinning(lease, f"on cores {machine.list_cpus(place)} in turns with others", before)
+    return _pin_to(lease, f"on cores {machine.list_cpus(place)} in turns with others")
 
 
 def _places(topology: machine.Topology, n: int) -> list[tuple[int, ...]]:

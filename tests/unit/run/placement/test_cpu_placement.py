@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import ConfigError
+from serve_app.base.sharing.locks import is_locked
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
 from serve_app.run.placement.machine import Machine
-from serve_app.run.placement.pinning import CorePinning, CpuPlacement, place_on_cpus
+from serve_app.run.placement.pinning import CorePinning, CpuPlacement, default_folder, place_on_cpus
 from serve_app.run.resolving import resolve
 from tests.unit.run.placement.machines import EPYC, FOUR_NODES, LAPTOP, SMALL, machine
 
@@ -192,6 +193,26 @@ def test_two_models_have_all_cores_in_turns(here: Machine) -> None:
     assert placements[0].turns == placements[1].turns
     assert placements[0].turns.name == "0-3"
     release(*(placement.pinning for placement in placements))
+
+
+def test_a_seat_is_given_back_where_the_kernel_allows_no_affinity(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cpus: object) -> None:
+        raise OSError("not allowed")
+
+    first, second = two_models(here)
+    with monkeypatch.context() as patched:
+        patched.setattr("serve_app.run.placement.pinning._set_affinity", refuse)
+        refused = place_on_cpus(first, first.num_cpus, here)
+    assert (
+        refused.pinning.report == "not pinned to cores: the kernel does not allow it (not allowed)"
+    )
+    assert refused.threads == 4
+    assert not is_locked(default_folder() / "seat-0-0")
+    placement = place_on_cpus(second, second.num_cpus, here)
+    assert is_locked(default_folder() / "seat-0-0")
+    release(placement.pinning)
 
 
 def test_a_server_beside_another_one_takes_turns_with_it(here: Machine) -> None:
