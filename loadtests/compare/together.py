@@ -1,17 +1,18 @@
 """Measures two models on one machine: what each gives while the other rests, and both together.
 
-    python -m loadtests.compare.together --chat PATH --embed PATH [--sides turns,divided,alone,llama-server]
-        [--cells chat-1,chat-4,texts,both] [--rounds 5] [--seconds 8] [--engine '{"backend": "auto"}']
-        [--server PATH] [--json FILE]
+    python -m loadtests.compare.together --chat PATH (--embed PATH | --second PATH)
+        [--sides turns,divided,alone,llama-server] [--cells chat-1,chat-4,other,both] [--rounds 5]
+        [--seconds 8] [--engine '{"backend": "auto"}'] [--server PATH] [--json FILE]
 
 Sides: `turns` is one Corral with both models as they are by default; `divided` the same with half of the
 cores for each; `alone` a Corral for each model, so that nothing is shared; `llama-server` two of these with
 all threads each. All are started once, and warmed up. They take turns, cell by cell; the processes of all
 others are stopped meanwhile (SIGSTOP).
 
-Cells: one or four streams of the chat model, whose prompts are cached; four clients of the embedding model
-with 16 texts each; both at once. What comes in the first second does not count. Ratios are to `alone`, or
-else to the first side, in the same round. Progress goes to stderr, a Markdown table to stdout.
+Cells: one or four streams of the chat model, whose prompts are cached; four clients of the other model;
+both at once. These are clients with 16 texts each, or streams of a second chat model. What comes in the
+first second does not count. Ratios are to `alone`, or else to the first side, in the same round. `shares`
+is the sum of the two ratios. Progress goes to stderr, a Markdown table to stdout.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.common.comparing import absolute, ratio_spread
+from loadtests.common.comparing import absolute
 from loadtests.common.servers import (
     Server,
     corral_is_ready,
@@ -52,19 +53,21 @@ from serve_app.cli.measure.benchmark import (
     number_between,
     of_each,
     percentile,
+    ratios,
     spread,
     table,
     usable_cores,
 )
 
 TURNS, DIVIDED, ALONE = "turns", "divided", "alone"
+CHAT, OTHER = "chat", "other"
 CELLS: Mapping[str, tuple[int, int]] = {
     "chat-1": (1, 0),
     "chat-4": (4, 0),
-    "texts": (0, 4),
+    "other": (0, 4),
     "both": (4, 4),
 }
-"""Streams of the chat model, and clients of the embedding model."""
+"""Clients of the chat model, and of the other one."""
 ALICE = (Path(__file__).parents[1] / "common" / "alice.txt").read_text().split()
 WARM_S, N_TEXTS, MAX_TOKENS = 1.0, 16, 128
 
@@ -74,7 +77,7 @@ class Side:
     """Where the two models of a side are."""
 
     chat: Server
-    embed: Server
+    other: Server
 
 
 @dataclass(slots=True)
@@ -82,7 +85,9 @@ class Figures:
     """What a cell gave."""
 
     tokens_per_s: float = 0.0
-    texts_per_s: float = 0.0
+    """Of the chat model, as the two that follow."""
+    other_per_s: float = 0.0
+    """Texts, or tokens of the second chat model."""
     ttft_s: float = 0.0
     gap_s: float = 0.0
     """The 99th percentile of the time between two tokens of a stream."""
@@ -90,17 +95,18 @@ class Figures:
 
 @dataclass(slots=True)
 class Load:
-    """Clients that send one request after the other until a moment, and what they saw. Their threads."""
+    """Clients of a model that send one request after the other until a moment, and what they saw. Their
+    threads."""
 
     until: float
-    tokens: list[float] = field(default_factory=list)
-    texts: list[float] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
+    """When each token or text was there."""
     gaps_s: list[float] = field(default_factory=list)
     ttfts_s: list[float] = field(default_factory=list)
 
-    def stream(self, url: str, seed: str) -> None:
+    def stream(self, url: str, model: str, seed: str) -> None:
         """Ask for one answer after the other. Raises RuntimeError for a refusal."""
-        body = {"model": "chat", "prompt": _words(random.Random(seed), 60), "stream": True}
+        body = {"model": model, "prompt": _words(random.Random(seed), 60), "stream": True}
         body |= {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
         while (began := time.monotonic()) < self.until:
             before = None
@@ -113,16 +119,16 @@ class Load:
                 else:
                     self.gaps_s.append(now - before)
                 before = now
-                self.tokens.append(now)
+                self.done.append(now)
 
-    def embed(self, url: str, seed: str) -> None:
+    def embed(self, url: str, model: str, seed: str) -> None:
         """Have one list of texts embedded after the other. Raises RuntimeError for a refusal."""
         rng = random.Random(seed)
         while time.monotonic() < self.until:
             texts = [_words(rng, rng.randint(20, 60)) for _ in range(N_TEXTS)]
-            for _ in _post(url, "/v1/embeddings", {"model": "embed", "input": texts}):
+            for _ in _post(url, "/v1/embeddings", {"model": model, "input": texts}):
                 pass
-            self.texts += [time.monotonic()] * N_TEXTS
+            self.done += [time.monotonic()] * N_TEXTS
 
 
 def _words(rng: random.Random, n: int) -> str:
@@ -144,41 +150,42 @@ def _post(url: str, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
         connection.close()
 
 
-def measure(side: Side, cell: str, number: int, seconds: float) -> Figures:
-    """Put the load of a cell on a side. Raises RuntimeError if a request was refused."""
-    n_streams, n_clients = CELLS[cell]
+def measure(side: Side, cell: str, number: int, seconds: float, *, chats: bool) -> Figures:
+    """Put the load of a cell on a side, whose other model `chats` too, or embeds. Raises RuntimeError if a
+    request was refused."""
     began = time.monotonic() + WARM_S
-    load = Load(began + seconds)
-    seeds = [f"{SEED} {number} {i}" for i in range(n_streams + n_clients)]
+    chat, other = Load(began + seconds), Load(began + seconds)
+    n_streams, n_clients = CELLS[cell]
+    ask = other.stream if chats else other.embed
     threads = [
-        threading.Thread(target=load.stream, args=(side.chat.url, f"chat {i}"))
+        threading.Thread(target=chat.stream, args=(side.chat.url, CHAT, f"chat {i}"))
         for i in range(n_streams)
     ]
     threads += [
-        threading.Thread(target=load.embed, args=(side.embed.url, seed))
-        for seed in seeds[n_streams:]
+        # Prompts of a chat model are cached, and texts to embed are not.
+        threading.Thread(
+            target=ask, args=(side.other.url, OTHER, f"{SEED} {0 if chats else number} {i}")
+        )
+        for i in range(n_clients)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if not (load.tokens if n_streams else load.texts):
+    per_s = [sum(began <= at < load.until for at in load.done) / seconds for load in (chat, other)]
+    if not all(rate for rate, n in zip(per_s, CELLS[cell], strict=True) if n):
         raise RuntimeError(f"{cell} brought nothing.")
-    n_tokens, n_texts = (
-        sum(began <= at < load.until for at in times) for times in (load.tokens, load.texts)
-    )
     return Figures(
-        n_tokens / seconds,
-        n_texts / seconds,
-        statistics.median(load.ttfts_s) if load.ttfts_s else 0.0,
-        percentile(load.gaps_s, 99) if load.gaps_s else 0.0,
+        *per_s,
+        statistics.median(chat.ttfts_s) if chat.ttfts_s else 0.0,
+        percentile(chat.gaps_s, 99) if chat.gaps_s else 0.0,
     )
 
 
 @contextmanager
 def start(side: str, args: argparse.Namespace) -> Iterator[Side]:
     """The servers of a side, which run inside the `with` block."""
-    files = {"chat": args.chat, "embed": args.embed}
+    files = {CHAT: args.chat, OTHER: args.embed or args.second}
     half = {"threads": max(1, usable_cores() // 2)} if side == DIVIDED else {}
     entries = {
         name: {"id": name, "source": {"path": str(path)}, "engine": half | args.engine}
@@ -192,7 +199,8 @@ def start(side: str, args: argparse.Namespace) -> Iterator[Side]:
         )
 
     def peer(model: str) -> Any:
-        kind = [] if model == "chat" else ["--embeddings", "--ubatch-size", "512"]
+        embeds = model == OTHER and args.embed
+        kind = ["--embeddings", "--ubatch-size", "512"] if embeds else []
         sizes = Sizes(usable_cores(), 8)
         return running(
             lambda _, port: [*llama_server_command(args.server, files[model], sizes, port), *kind],
@@ -201,7 +209,7 @@ def start(side: str, args: argparse.Namespace) -> Iterator[Side]:
 
     with ExitStack() as stack:
         if side in (TURNS, DIVIDED):
-            server = stack.enter_context(corral("chat", "embed"))
+            server = stack.enter_context(corral(CHAT, OTHER))
             yield Side(server, server)
         else:
             one = corral if side == ALONE else peer
@@ -212,23 +220,30 @@ def report(rounds: Sequence[Mapping[tuple[str, str], Figures]], sides: Sequence[
     """The table: medians and ranges, and ratios in the same round."""
     measured = dict(of_each(rounds))
     base = ALONE if ALONE in sides else sides[0]
-    rows = []
+    rows = list[tuple[str, ...]]()
     for (side, cell), figures in measured.items():
-        own, others = CELLS[cell], measured.get((base, "chat-4" if cell == "both" else cell))
-        for kind, name in enumerate(("tokens_per_s", "texts_per_s")):
-            if not own[kind]:
+        shares = list[Sequence[float]]()
+        for kind, name in enumerate(("tokens_per_s", "other_per_s")):
+            if not CELLS[cell][kind]:
                 continue
-            reference = others
-            if cell == "both" and kind:
-                reference = measured.get((base, "texts"))
-            values = [getattr(one, name) for one in figures]
-            known = [getattr(one, name) for one in reference or ()]
-            ratio = ratio_spread(values, known) if known else "-"
-            ttft = spread([1000 * one.ttft_s for one in figures]) if not kind else "-"
-            gap = spread([1000 * one.gap_s for one in figures]) if not kind else "-"
-            rows.append((side, cell, name, spread(values), ratio, ttft, gap))
-    header = ("side", "cell", "what", "median (range)", f"to {base}", "TTFT ms", "gap p99 ms")
-    return table(header, rows)
+            alone = measured.get((base, ("chat-4", "other")[kind] if cell == "both" else cell), ())
+            per_s, reference = ([getattr(one, name) for one in of] for of in (figures, alone))
+            shares.append((ratios(per_s, reference) if alone else None) or ())
+            late = ["-", "-", "-"]
+            if not kind:
+                ttfts = [one.ttft_s for one in figures]
+                later = ratios(ttfts, [one.ttft_s for one in alone]) if alone else None
+                late = [
+                    spread([1000 * one for one in ttfts]),
+                    spread(later or ()),
+                    spread([1000 * one.gap_s for one in figures]),
+                ]
+            rows.append((side, cell, name, spread(per_s), spread(shares[-1]), *late))
+        if cell == "both" and all(shares):
+            total = spread([sum(each) for each in zip(*shares, strict=True)])
+            rows.append((side, cell, "shares", "-", total, "-", "-", "-"))
+    what = ("side", "cell", "what", "median (range)", f"to {base}")
+    return table((*what, "TTFT ms", f"to {base}", "gap p99 ms"), rows)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -238,7 +253,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--chat", type=absolute, required=True)
-    parser.add_argument("--embed", type=absolute, required=True)
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--embed", type=absolute)
+    other.add_argument("--second", type=absolute)
     sides = (TURNS, DIVIDED, ALONE, LLAMA_SERVER)
     parser.add_argument("--sides", type=list_of(choice(*sides)), default=sides)
     parser.add_argument("--cells", type=list_of(choice(*CELLS)), default=tuple(CELLS))
@@ -260,17 +277,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         started = {}
         for name in args.sides:
             started[name] = side = stack.enter_context(start(name, args))
-            for server in {side.chat, side.embed}:
+            for server in {side.chat, side.other}:
                 server.pause()
 
         def one(number: int, way: tuple[str, str]) -> Figures:
             side = started[way[0]]
-            for server in {side.chat, side.embed}:
+            for server in {side.chat, side.other}:
                 server.go_on()
             try:
-                figures = measure(side, way[1], number, args.seconds)
+                figures = measure(side, way[1], number, args.seconds, chats=args.second is not None)
             finally:
-                for server in {side.chat, side.embed}:
+                for server in {side.chat, side.other}:
                     server.pause()
             print(number, *way, figures, file=sys.stderr, flush=True)
             return figures
