@@ -77,7 +77,7 @@ KEPT = {
     "top_k": (replace(ALL, top_k=3), {0, 1, 2}),
     "top_p": (replace(ALL, top_p=float(SHARES[:2].sum()) + 0.01), {0, 1, 2}),
     "min_p": (replace(ALL, min_p=math.exp(-2.25)), {0, 1, 2}),
-    "typ_p before": (replace(ALL, top_k=3, samplers=("top_k", "temperature")), {0, 1, 2}),
+    "temperature last": (replace(ALL, top_k=3, samplers=("top_k", "temperature")), {0, 1, 2}),
     "not used": (replace(ALL, top_k=3, samplers=("temperature",)), {*range(8)}),
     "top_k, min_keep": (replace(ALL, top_k=0, min_p=1, min_keep=3), {0, 1, 2}),
     "xtc": (replace(ALL, xtc_probability=1, xtc_threshold=0.2), {*range(1, 8)}),
