@@ -23,11 +23,13 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -99,27 +101,27 @@ class Load:
     threads."""
 
     until: float
-    done: list[float] = field(default_factory=list)
-    """When each token or text was there."""
+    done: list[tuple[float, float]] = field(default_factory=list)
+    """When tokens or texts were there, and how many."""
     gaps_s: list[float] = field(default_factory=list)
     ttfts_s: list[float] = field(default_factory=list)
 
     def stream(self, url: str, model: str, seed: str) -> None:
         """Ask for one answer after the other. Raises RuntimeError for a refusal."""
         body = {"model": model, "prompt": _words(random.Random(seed), 60), "stream": True}
-        body |= {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
+        # Answers differ, or the server would draft each from the one before.
+        body |= {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.8}
         while (began := time.monotonic()) < self.until:
-            before = None
-            for line in _post(url, "/v1/completions", body):
-                if not line.startswith(b"data: {"):
-                    continue
-                now = time.monotonic()
-                if before is None:
-                    self.ttfts_s.append(now - began)
-                else:
-                    self.gaps_s.append(now - before)
-                before = now
-                self.done.append(now)
+            body["seed"] = time.monotonic_ns() % 2**31
+            times = [
+                time.monotonic()
+                for line in _post(url, "/v1/completions", body)
+                if line.startswith(b"data: {")
+            ]
+            self.ttfts_s.append(times[0] - began)
+            self.gaps_s += [after - before for before, after in pairwise(times)]
+            # An event may bring several tokens.
+            self.done += [(at, MAX_TOKENS / len(times)) for at in times]
 
     def embed(self, url: str, model: str, seed: str) -> None:
         """Have one list of texts embedded after the other. Raises RuntimeError for a refusal."""
@@ -128,7 +130,7 @@ class Load:
             texts = [_words(rng, rng.randint(20, 60)) for _ in range(N_TEXTS)]
             for _ in _post(url, "/v1/embeddings", {"model": model, "input": texts}):
                 pass
-            self.done += [time.monotonic()] * N_TEXTS
+            self.done.append((time.monotonic(), N_TEXTS))
 
 
 def _words(rng: random.Random, n: int) -> str:
@@ -172,11 +174,15 @@ def measure(side: Side, cell: str, number: int, seconds: float, *, chats: bool) 
         thread.start()
     for thread in threads:
         thread.join()
-    per_s = [sum(began <= at < load.until for at in load.done) / seconds for load in (chat, other)]
-    if not all(rate for rate, n in zip(per_s, CELLS[cell], strict=True) if n):
+    chat_per_s, other_per_s = (
+        sum(n for at, n in load.done if began <= at < load.until) / seconds
+        for load in (chat, other)
+    )
+    if (n_streams and not chat_per_s) or (n_clients and not other_per_s):
         raise RuntimeError(f"{cell} brought nothing.")
     return Figures(
-        *per_s,
+        chat_per_s,
+        other_per_s,
         statistics.median(chat.ttfts_s) if chat.ttfts_s else 0.0,
         percentile(chat.gaps_s, 99) if chat.gaps_s else 0.0,
     )
@@ -194,8 +200,12 @@ def start(side: str, args: argparse.Namespace) -> Iterator[Side]:
 
     def corral(*models: str) -> Any:
         chosen = [entries[model] for model in models]
+        # Its engines share cores with no other server's.
+        runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-"))
         return running(
-            lambda folder, port: local_command(write_config(folder, chosen, port)), corral_is_ready
+            lambda folder, port: local_command(write_config(folder, chosen, port)),
+            corral_is_ready,
+            {"XDG_RUNTIME_DIR": runtime},
         )
 
     def peer(model: str) -> Any:

@@ -6,6 +6,7 @@ Files are never removed, or two processes could lock different files of one name
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Sequence, Set
@@ -22,7 +23,7 @@ from serve_app.run.placement import machine, plan
 logger = logging.getLogger("corral.replica")
 
 # Processes that share the CPUs of a place, at most, and characters of a list of CPUs in a file's name.
-_MOST_SEATS, _LONGEST_NAME = 64, 60
+_MOST_SEATS, _LONGEST_NAME = 64, 51
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,9 @@ def _file_of_turns(pinning: CorePinning, here: machine.Machine) -> Path:
     """The file of those that compute on the same CPUs, also in other servers of this user."""
     cpus = here.topology.cpus if pinning.cores is None else pinning.cores
     name = machine.list_cpus(cpus).replace(", ", "_")
-    return default_folder().parent / "turns" / name[:_LONGEST_NAME]
+    if len(name) > _LONGEST_NAME:  # lists that begin alike are not the same
+        name = f"{name[:_LONGEST_NAME]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return default_folder().parent / "turns" / name
 
 
 def _reason(here: machine.Machine, pinning: CorePinning, reserved: float) -> str:

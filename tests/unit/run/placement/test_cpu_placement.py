@@ -236,6 +236,18 @@ def test_places_of_a_larger_node_are_filled_one_after_the_other(tmp_path: Path) 
     release(*(placement.pinning for placement in placements))
 
 
+def test_long_lists_of_cpus_that_begin_alike_share_no_turns(tmp_path: Path) -> None:
+    names = set()
+    for last in (100, 102):
+        odd = machine(tmp_path / str(last), [((i,), 0) for i in (*range(0, 80, 2), last)])
+        placement = place_on_cpus(model(odd), 41, odd)
+        assert placement.turns is not None
+        names.add(placement.turns.name)
+        release(placement.pinning)
+    assert len(names) == 2
+    assert {len(name) for name in names} == {60}
+
+
 def test_configured_threads_take_no_turns(here: Machine) -> None:
     placement = place_on_cpus(model(here, threads=2), 2, here)
     assert placement.turns is None
