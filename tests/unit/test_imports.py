@@ -24,7 +24,7 @@ BUDGETS = {
     "engine": 12196,
     "server": 9892,
     "apis": 10617,
-    "run": 5097,
+    "run": 5100,
     "cluster": 1447,
     "cli": 3891,
     "plugins": 1588,
