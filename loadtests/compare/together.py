@@ -24,12 +24,11 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,6 +59,7 @@ from serve_app.cli.measure.benchmark import (
     table,
     usable_cores,
 )
+from serve_app.cli.measure.outcomes import parse_answer
 
 TURNS, DIVIDED, ALONE = "turns", "divided", "alone"
 CHAT, OTHER = "chat", "other"
@@ -107,21 +107,22 @@ class Load:
     ttfts_s: list[float] = field(default_factory=list)
 
     def stream(self, url: str, model: str, seed: str) -> None:
-        """Ask for one answer after the other. Raises RuntimeError for a refusal."""
+        """Ask for one answer after the other. Raises RuntimeError for a refusal, and for an answer that
+        broke off."""
         body = {"model": model, "prompt": _words(random.Random(seed), 60), "stream": True}
         # Answers differ, or the server would draft each from the one before.
         body |= {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.8}
+        body |= {"stream_options": {"include_usage": True}}
         while (began := time.monotonic()) < self.until:
             body["seed"] = time.monotonic_ns() % 2**31
-            times = [
-                time.monotonic()
-                for line in _post(url, "/v1/completions", body)
-                if line.startswith(b"data: {")
-            ]
-            self.ttfts_s.append(times[0] - began)
-            self.gaps_s += [after - before for before, after in pairwise(times)]
-            # An event may bring several tokens.
-            self.done += [(at, MAX_TOKENS / len(times)) for at in times]
+            lines = _post(url, "/v1/completions", body)
+            answer = parse_answer([(time.monotonic() - began, line) for line in lines])
+            if answer.error or not answer.pieces_s:
+                raise RuntimeError(f"{url}: {answer.error or 'an answer without text'}")
+            self.ttfts_s.append(answer.pieces_s[0])
+            self.gaps_s += answer.gaps_s
+            n_tokens = answer.tokens / len(answer.pieces_s)  # a piece may have several
+            self.done += [(began + at, n_tokens) for at in answer.pieces_s]
 
     def embed(self, url: str, model: str, seed: str) -> None:
         """Have one list of texts embedded after the other. Raises RuntimeError for a refusal."""
@@ -159,21 +160,17 @@ def measure(side: Side, cell: str, number: int, seconds: float, *, chats: bool) 
     chat, other = Load(began + seconds), Load(began + seconds)
     n_streams, n_clients = CELLS[cell]
     ask = other.stream if chats else other.embed
-    threads = [
-        threading.Thread(target=chat.stream, args=(side.chat.url, CHAT, f"chat {i}"))
-        for i in range(n_streams)
-    ]
-    threads += [
-        # Prompts of a chat model are cached, and texts to embed are not.
-        threading.Thread(
-            target=ask, args=(side.other.url, OTHER, f"{SEED} {0 if chats else number} {i}")
-        )
-        for i in range(n_clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # Prompts of a chat model are cached, and texts to embed are not.
+    seed = SEED if chats else f"{SEED} {number}"
+    with ThreadPoolExecutor(n_streams + n_clients) as pool:
+        clients = [
+            pool.submit(chat.stream, side.chat.url, CHAT, f"chat {i}") for i in range(n_streams)
+        ]
+        clients += [
+            pool.submit(ask, side.other.url, OTHER, f"{seed} {i}") for i in range(n_clients)
+        ]
+    for client in clients:
+        client.result()
     chat_per_s, other_per_s = (
         sum(n for at, n in load.done if began <= at < load.until) / seconds
         for load in (chat, other)
@@ -232,28 +229,34 @@ def report(rounds: Sequence[Mapping[tuple[str, str], Figures]], sides: Sequence[
     base = ALONE if ALONE in sides else sides[0]
     rows = list[tuple[str, ...]]()
     for (side, cell), figures in measured.items():
-        shares = list[Sequence[float]]()
+        shares = list[list[float]]()
         for kind, name in enumerate(("tokens_per_s", "other_per_s")):
             if not CELLS[cell][kind]:
                 continue
-            alone = measured.get((base, ("chat-4", "other")[kind] if cell == "both" else cell), ())
-            per_s, reference = ([getattr(one, name) for one in of] for of in (figures, alone))
-            shares.append((ratios(per_s, reference) if alone else None) or ())
+            alone = measured.get((base, ("chat-4", "other")[kind] if cell == "both" else cell), [])
+            shares.append(_ratios(figures, alone, name))
             late = ["-", "-", "-"]
             if not kind:
-                ttfts = [one.ttft_s for one in figures]
-                later = ratios(ttfts, [one.ttft_s for one in alone]) if alone else None
                 late = [
-                    spread([1000 * one for one in ttfts]),
-                    spread(later or ()),
+                    spread([1000 * one.ttft_s for one in figures]),
+                    spread(_ratios(figures, alone, "ttft_s")),
                     spread([1000 * one.gap_s for one in figures]),
                 ]
-            rows.append((side, cell, name, spread(per_s), spread(shares[-1]), *late))
+            per_s = spread([getattr(one, name) for one in figures])
+            rows.append((side, cell, name, per_s, spread(shares[-1]), *late))
         if cell == "both" and all(shares):
             total = spread([sum(each) for each in zip(*shares, strict=True)])
             rows.append((side, cell, "shares", "-", total, "-", "-", "-"))
     what = ("side", "cell", "what", "median (range)", f"to {base}")
     return table((*what, "TTFT ms", f"to {base}", "gap p99 ms"), rows)
+
+
+def _ratios(figures: Sequence[Figures], alone: Sequence[Figures], name: str) -> list[float]:
+    """The ratios of the same rounds; none if there is nothing to compare with."""
+    if not alone:
+        return []
+    values, others = ([getattr(one, name) for one in of] for of in (figures, alone))
+    return ratios(values, others) or []
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
