@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 NO_SETTINGS: Mapping[str, str] = {}
 LOG = "log"
 """In a server's directory, what it has printed."""
+HEAD_ONLY, DISABLED = "HeadOnly", "Disabled"
+"""Places of Serve's proxies: nodes of one machine would share the port. Without any, the ingress listens
+itself."""
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
 
@@ -85,13 +88,17 @@ def running(
 
 @contextmanager
 def serve_run(
-    model: Mapping[str, Any], settings: Mapping[str, str] | None = None, **ingress: object
+    model: Mapping[str, Any],
+    settings: Mapping[str, str] | None = None,
+    proxy_location: str = HEAD_ONLY,
+    **ingress: object,
 ) -> Iterator[Server]:
     """Corral with this entry of its `models` and these settings of `ingress`, in a Ray cluster of its own:
-    as `corral serve --cluster` starts it, or by `serve run` with these environment variables."""
+    as `corral serve --cluster` starts it, or by `serve run` with these environment variables and Serve's
+    proxies there."""
 
     def command(directory: Path, port: int) -> list[str | Path]:
-        config = write_config(directory, [model], port, None, BUILD, **ingress)
+        config = write_config(directory, [model], port, None, BUILD, proxy_location, **ingress)
         return one_machine_command(config) if settings is None else serve_command("run", config)
 
     with running(command, corral_is_ready, settings or NO_SETTINGS) as server:
@@ -123,10 +130,12 @@ def write_config(
     port: int,
     args: Mapping[str, object] | None = None,
     import_path: str = BUILD,
+    proxy_location: str = HEAD_ONLY,
     **ingress: object,
 ) -> Path:
     """A new file for `serve run`: these `models`, other `args` beside them, and settings of `ingress`, on
-    this port of loopback. The function at `import_path` builds the application."""
+    this port of loopback. The function at `import_path` builds the application. Serve's proxies are
+    there."""
     app = {
         "name": "corral",
         "route_prefix": "/",
@@ -134,7 +143,7 @@ def write_config(
         "args": {"models": models, "ingress": ingress} | dict(args or {}),
     }
     document = {
-        "proxy_location": "HeadOnly",  # nodes of one machine would share the port
+        "proxy_location": proxy_location,
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [app],
     }

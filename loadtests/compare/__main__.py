@@ -7,8 +7,8 @@
 Sides: `corral` is what `corral serve` runs, `ray` the same with --cluster, `llama-server` the one of
 --server, or of `python -m loadtests.compare.llama_server`. Others that may be named:
 
-- `serve-proxy`: `serve run` with `serve_app/cluster/one-machine.env`, with Serve's own proxy and dashboard;
-- `ray-defaults`: `serve run` without it;
+- `serve-run`: `serve run` with `serve_app/cluster/one-machine.env` and `proxy_location: Disabled`, as in
+  `serve_config.yaml`; `serve-proxy` the same with Serve's own proxy; `ray-defaults` without the settings;
 - `openvino`: what `corral serve` runs, with `engine.backend: openvino`; `openvino-bf16` the same with
   `engine.cache_type_k` and `engine.cache_type_v` as `bf16`, `openvino-w8a8` with
   `engine.quantization: w8a8`;

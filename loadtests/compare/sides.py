@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from loadtests.common.servers import (
+    DISABLED,
     NO_SETTINGS,
     Server,
     corral_is_ready,
@@ -30,7 +31,7 @@ from serve_app.cli.measure.benchmark import BenchmarkError
 from serve_app.cluster.one_machine import environment_of
 
 CORRAL, RAY, LLAMA_SERVER = "corral", "ray", "llama-server"
-SERVE_PROXY, RAY_DEFAULTS = "serve-proxy", "ray-defaults"
+SERVE_RUN, SERVE_PROXY, RAY_DEFAULTS = "serve-run", "serve-proxy", "ray-defaults"
 OPENVINO, OPENVINO_BF16, OPENVINO_W8A8 = "openvino", "openvino-bf16", "openvino-w8a8"
 VLLM: Mapping[str, str] = {"vllm": "w8a8", "vllm-bf16": "bf16"}
 """Its sides, and the form of each one's weights."""
@@ -41,7 +42,7 @@ _OPENVINO: dict[str, dict[str, str]] = {
     OPENVINO_W8A8: {"backend": "openvino", "quantization": "w8a8"},
 }
 """Further settings of `engine`."""
-NATIVE = (CORRAL, RAY, LLAMA_SERVER, SERVE_PROXY, RAY_DEFAULTS, *_OPENVINO, *VLLM)
+NATIVE = (CORRAL, RAY, LLAMA_SERVER, SERVE_RUN, SERVE_PROXY, RAY_DEFAULTS, *_OPENVINO, *VLLM)
 """Sides that take token ids and `ignore_eos`; all others get what any OpenAI server takes."""
 SIDES = (*NATIVE, PYTHON, PYTHON_BATCHED)
 
@@ -134,6 +135,8 @@ def start(
         )
     if side == RAY:
         return serve_run(entry)
+    if side == SERVE_RUN:
+        return serve_run(entry, environment_of("one-machine.env"), DISABLED)
     if side == SERVE_PROXY:
         return serve_run(entry, environment_of("one-machine.env"))
     if side == RAY_DEFAULTS:

@@ -12,7 +12,7 @@ from serve_app.base.types import FetchingReplica
 
 class ReplicaCall(Protocol):
     """A call of one replica's method. Awaiting it gives what the method returns, and raises CorralErrors
-    only: EngineFailedError if the replica is lost."""
+    only: EngineFailedError if the replica is lost. Cancelling the wait cancels the call."""
 
     def __await__(self) -> Generator[Any, None, Any]: ...
 

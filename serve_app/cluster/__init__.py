@@ -1,1 +1,1 @@
-"""Starts Ray and Serve on one machine: settings of Ray, and HAProxy in the place of the proxy of Serve."""
+"""Starts Ray and Serve on one machine, and makes Serve deployments of ingresses and engines."""

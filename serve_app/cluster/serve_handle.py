@@ -59,6 +59,7 @@ class ServeCall:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
+                self.cancel()  # Serve does it by itself only for requests that came by its proxies
                 raise
             await asyncio.sleep(_LEAVING_S)  # so that a client that has left gets no other replica
             raise EngineFailedError("The engine replica cancelled the request.") from None
@@ -68,8 +69,13 @@ class ServeCall:
             raise _translate(error) from error
 
     def cancel(self) -> None:
+        response = self._response
         with suppress(Exception):  # Serve raises it once more if no replica took the call
-            self._response.cancel()
+            taken = response._replica_result_future
+            # Serve 2.60 leaves a replica alone that has just taken the call, and was not awaited since.
+            if taken.done() and not taken.cancelled():
+                response._replica_result = taken.result()
+            response.cancel()
 
 
 class ServeHandle:

@@ -34,6 +34,8 @@ from serve_app.store.shared_entries import LoadedAdapters
 
 logger = logging.getLogger("corral.ingress")
 
+DRAIN_S = 600.0
+"""The longest time that running answers have to end, unless `graceful_shutdown_timeout_s` says another."""
 _LOOK_EVERY_S = 5.0
 """However a change that ingresses share was missed, it is known here after so long."""
 
@@ -276,6 +278,16 @@ class IngressServer:
             self._place.store,
             self._control,
         )
+
+    @property
+    def drain_s(self) -> float:
+        """The longest time that running answers have to end."""
+        drain_s = self._settings.config.serve.graceful_shutdown_timeout_s
+        return DRAIN_S if drain_s is None else drain_s
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.open_requests.is_draining = True
 
     async def close(self) -> None:
         """End the workers, those that hang among them. What they read ends with EngineClosedError."""

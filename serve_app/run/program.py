@@ -23,6 +23,9 @@ Content = Mapping[str, Any]
 KEEP_ALIVE_S = 620
 """Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
 load balancers 600 s."""
+OWN_HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
+"""The fields of Serve's `http_options` that an ingress needs to listen itself."""
+_LOCATIONS = ("Disabled", "HeadOnly", "EveryNode")
 _PLAIN = {"proxy_location", "http_options", "grpc_options", "applications"}
 _PLAIN_APPLICATION = {"name", "route_prefix", "import_path", "args"}
 
@@ -36,6 +39,21 @@ def is_plain(content: Content) -> bool:
         and applications[0].keys() <= _PLAIN_APPLICATION
         and applications[0].get("import_path") == "serve_app.app:build"
     )
+
+
+def why_proxies(content: Content) -> str | None:
+    """Why only Ray Serve's proxies can serve this configuration, as far as its text tells; None if an
+    ingress can listen itself."""
+    if not is_plain(content):
+        return "the file has more than one application of Corral"
+    (application,) = content["applications"]
+    if application.get("route_prefix", "/") != "/" or content.get("grpc_options"):
+        return "the file has a route_prefix or grpc_options"
+    if others := (content.get("http_options") or {}).keys() - OWN_HTTP_OPTIONS:
+        return f"http_options.{min(others)}"
+    if content.get("proxy_location", "HeadOnly") not in _LOCATIONS:
+        return "proxy_location"
+    return None
 
 
 def arguments(module: str, about: str | None) -> argparse.Namespace:

@@ -106,8 +106,7 @@ class HandleClient:
             finally:
                 if following is not None and not call.has_ended:
                     following.cancel()
-                    await asyncio.wait([following])
-                    response.cancel()
+                    response.cancel()  # without a wait: whoever left may be cancelled at each one
 
     @asynccontextmanager
     async def _loading(self) -> AsyncIterator[None]:

@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from serve_app.base.errors import RequestNotFoundError
+from serve_app.base.errors import EngineUnavailableError, RequestNotFoundError
 from serve_app.base.types import ReplicaStats
 from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument
 from serve_app.server.http.description import api_router
+from serve_app.server.http.errors import retry_headers
 from serve_app.server.model_registry import ServedModel, usable
 
 ROUTER = api_router()
@@ -98,7 +99,7 @@ def _is_coming(model: ServedModel) -> bool:
 def _unavailable(message: str) -> JSONResponse:
     """The answer of a server that is not ready. Source: llama-server's README, "GET /health"."""
     error = {"code": 503, "message": message, "type": "unavailable_error"}
-    return JSONResponse({"error": error}, 503)
+    return JSONResponse({"error": error}, 503, retry_headers(EngineUnavailableError(message)))
 
 
 def _without_requests(replica: ReplicaStats) -> dict[str, Any]:

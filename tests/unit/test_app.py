@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import ray
 from ray.serve import Application
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
+from serve_app.base.errors import ConfigError
+from serve_app.cluster.deployments import own_http_options
 from serve_app.config.schema import IngressConfig
 from serve_app.run.ingress import IngressSettings
 
@@ -52,9 +54,46 @@ def test_haproxy_that_only_this_machine_can_ask_hides_nobody(
 def put_behind_haproxy(monkeypatch: pytest.MonkeyPatch, host: str | None) -> None:
     """As where HAProxy listens on this address; None if Serve does not run, which would know."""
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    serve = None if host is None else SimpleNamespace(http_config=HTTPOptions(host=host))
+    put_on_serve(monkeypatch, None if host is None else HTTPOptions(host=host))
+
+
+def put_on_serve(
+    monkeypatch: pytest.MonkeyPatch,
+    http: HTTPOptions | None,
+    location: ProxyLocation = ProxyLocation.EveryNode,
+) -> None:
+    """As where Serve runs with these options, and its proxies are there; None if it does not run."""
+    asked = SimpleNamespace(remote=lambda: location)
+    controller = SimpleNamespace(get_proxy_location=asked)
+    serve = None if http is None else SimpleNamespace(http_config=http, _controller=controller)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr("ray.serve.context._get_global_client", lambda **_: serve)
+
+
+def test_ingresses_listen_themselves_where_serve_has_no_proxies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    http = HTTPOptions(host=OPEN, port=8123, keep_alive_timeout_s=7)
+    for location in ProxyLocation:
+        put_on_serve(monkeypatch, http, location)
+        assert own_http_options() == (http if location is ProxyLocation.Disabled else None)
+    put_on_serve(monkeypatch, None)
+    assert own_http_options() is None
+
+
+def test_an_ingress_that_listens_itself_refuses_what_only_a_proxy_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put_on_serve(monkeypatch, HTTPOptions(root_path="/x"), ProxyLocation.Disabled)
+    with pytest.raises(ConfigError, match=r"http_options\.root_path"):
+        own_http_options()
+
+
+def test_haproxy_hides_nobody_where_serve_has_no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    put_on_serve(monkeypatch, HTTPOptions(host=OPEN), ProxyLocation.Disabled)
+    assert access(build({"models": MODELS})).ui == "auto"
 
 
 @pytest.mark.parametrize(("ui", "behind"), [("auto", False), (True, True), (False, False)])

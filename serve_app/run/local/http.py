@@ -18,8 +18,9 @@ import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -60,6 +61,8 @@ _UNSENT_BYTES = 64 * 2**10
 """The most bytes of an answer that the kernel keeps, beyond those on their way. By itself, it keeps some
 megabytes for a client that reads nothing. Source: ip-sysctl.rst of Linux, `tcp_notsent_lowat`."""
 MOST_CONNECTIONS = 4096
+BACKLOG = 2048
+"""The connections that the kernel keeps until the server takes them."""
 _MOST_REFUSED = 64
 """The most connections beyond the limit, which only read why they are refused."""
 _OTHER_FILES = 256
@@ -444,6 +447,24 @@ class BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 
 
+def settings_of(app: ASGIApp, host: str, port: int, keep_alive_s: float, **others: Any) -> Config:
+    """uvicorn's settings for clients that come without a proxy, and these others."""
+    return Config(
+        app,
+        host,
+        port,
+        http=BoundedHttp,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=int(keep_alive_s),
+        **others,
+    )
+
+
 class DrainingServer(Server):
     """A server that answers on while it ends, until what ran has ended, or for so long at most."""
 
@@ -470,9 +491,7 @@ class DrainingServer(Server):
         each send one of their own."""
         signals, now = self._captured_signals, asyncio.get_running_loop().time()
         if signals and self._until is None:
-            self._until = now + self._limit_s
-            self._running = set(self.server_state.tasks)
-            self._drain()
+            self.drain()
         if self._until is not None:
             if now >= self._until or len(set(signals)) < len(signals):
                 await self._give_up()
@@ -480,6 +499,35 @@ class DrainingServer(Server):
             elif all(task.done() for task in self._running):
                 self.should_exit = True
         return await super().on_tick(counter)
+
+    def drain(self) -> None:
+        """Refuse new requests, and end when what runs has ended."""
+        self._until = asyncio.get_running_loop().time() + self._limit_s
+        self._running = set(self.server_state.tasks)
+        self._drain()
+
+    async def hand_over(self, sockets: list[socket.socket]) -> None:
+        """End without a drain, where other processes listen at the same addresses. Connections that the
+        kernel has for this one are taken, or it would reset them. Kept ones end with their next answers,
+        within a moment."""
+        wires: list[socket.socket] = []
+        for server, listener in zip(self.servers, sockets, strict=True):
+            with suppress(OSError):  # there is no other
+                while True:
+                    wires.append(listener.accept()[0])
+            server.close()
+            listener.close()
+        close = (b"connection", b"close")
+        self.config.encoded_headers.append(close)
+        self.server_state.default_headers.append(close)
+        kind: Any = self.config.http_protocol_class
+        state, app_state = self.server_state, self.lifespan.state
+        make = partial(kind, config=self.config, server_state=state, app_state=app_state)
+        loop = asyncio.get_running_loop()
+        for wire in wires:
+            await loop.connect_accepted_socket(make, wire)
+        await asyncio.sleep(_LINGER_S)
+        self.should_exit = True
 
     async def _give_up(self) -> None:
         await fail_all(list(self._streams), EngineClosedError(_STOPS), GIVEN_UP_S)

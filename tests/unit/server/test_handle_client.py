@@ -48,12 +48,13 @@ REQUEST = GenerationRequest("r", (1, 2), SamplingParams())
 
 
 class Call:
-    """A response as Serve 2.60 gives it: where no replica took the call, `cancel` raises once more what
-    that failed with (`_DeploymentResponseBase.cancel`)."""
+    """A response as Serve 2.60 gives it (`_DeploymentResponseBase`): where no replica took the call,
+    `cancel` raises once more what that failed with. The second time, it does nothing."""
 
     def __init__(self, answer: object) -> None:
         self._answer = answer
         self.n_left = 0
+        self._replica_result_future = asyncio.get_running_loop().create_future()
         self._may_answer = asyncio.Event()
 
     def answer(self) -> None:
@@ -68,6 +69,8 @@ class Call:
         return self._answer
 
     def cancel(self) -> None:
+        if self.n_left:
+            return
         self.n_left += 1
         if isinstance(self._answer, Exception):
             raise self._answer
@@ -226,6 +229,31 @@ async def test_a_reader_that_is_cancelled_is_cancelled(n_turns: int, listener: L
         await reader
     assert [call.n_left for call in handle.calls] == [1]
     await handle._sending
+
+
+async def test_so_is_one_that_is_cancelled_at_each_wait(listener: Listener) -> None:
+    """As Starlette's streams are, whose task groups cancel until all have left."""
+    handle = Handle(LASTS)
+    reader = asyncio.create_task(tokens(handle, listener))
+    async with asyncio.timeout(PATIENCE_S):
+        while not handle.n_calls:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        while not reader.done():
+            reader.cancel()
+            await asyncio.sleep(0)
+    assert [call.n_left for call in handle.calls] == [1]
+    await handle._sending
+
+
+async def test_who_waits_for_a_call_and_is_cancelled_cancels_it(listener: Listener) -> None:
+    """Whatever was called: Serve does so for requests that come by its proxies."""
+    call = Call(LASTS)
+    waiting = asyncio.ensure_future(serve_handle.ServeCall(call)._outcome())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert call.n_left == 1
 
 
 async def test_nobody_else_is_asked_for_a_client_that_has_left(listener: Listener) -> None:

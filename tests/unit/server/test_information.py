@@ -55,6 +55,7 @@ async def test_health_is_503_until_every_model_can_answer(path: str) -> None:
     async with asked(ready, on_demand, served("loading", loading), left_out()) as client:
         answer = await client.get(path)
         assert (answer.status_code, answer.json()) == (503, LOADING)
+        assert answer.headers["retry-after"] == "1"
         for live in ("/livez", "/health/live"):
             assert (await client.get(live)).json() == {"status": "ok"}
         loading.is_loaded = True

@@ -52,10 +52,10 @@ class Ending:
             timeout_graceful_shutdown=5,
         )
         self.server = DrainingServer(config, api.state.streams, self._drain, limit_s)
-        self.engine, self._listener = engine, socket.create_server(("127.0.0.1", 0))
+        self.engine, self.listener = engine, socket.create_server(("127.0.0.1", 0))
         # Not `serve`, which raises the signals again at its end.
-        self.serving = asyncio.create_task(self.server._serve([self._listener]))
-        self._port = self._listener.getsockname()[1]
+        self.serving = asyncio.create_task(self.server._serve([self.listener]))
+        self.address = self.listener.getsockname()
 
     def _drain(self) -> None:
         self._open.is_draining = True
@@ -77,7 +77,7 @@ class Ending:
 
     async def request(self, line: str, header: str, body: bytes = b"") -> bytes:
         """All bytes of an answer, until the connection ends."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection(*self.address)
         head = f"{line} HTTP/1.1\r\nHost: localhost\r\n{header}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         try:
@@ -152,3 +152,30 @@ async def test_an_idle_server_ends_at_once(ending: Any) -> None:
     server = await ending()
     await server.end(signal.SIGINT)
     await asyncio.wait_for(server.serving, PATIENCE_S)
+
+
+async def test_a_server_whose_port_others_have_loses_nobody(ending: Any) -> None:
+    server = await ending()
+    streaming = await server.ask(stream=True)
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    first = await asyncio.wait_for(reader.readuntil(b"}"), PATIENCE_S)
+    assert b"connection: close" not in first.lower()
+    fresh = socket.create_connection(server.address)  # nobody has accepted it
+    ending_task = asyncio.create_task(server.server.hand_over([server.listener]))
+    await asyncio.sleep(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address)
+    fresh_reader, fresh_writer = await asyncio.open_connection(sock=fresh)
+    for one in (fresh_writer, writer):
+        one.write(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    for answers in (fresh_reader, reader):  # to the end of the connection
+        answer = await asyncio.wait_for(answers.read(), PATIENCE_S)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in answer.lower()
+    assert not server.drains.is_set()
+    server.go_on.set()
+    assert (await streaming).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    await ending_task
+    for one in (writer, fresh_writer):
+        one.close()
