@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from loadtests.hostile import bodies
-from loadtests.hostile.attack import Attack, Bars
+from loadtests.hostile.attack import Attack
 from loadtests.hostile.scene import Scene, Shot
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -87,13 +87,17 @@ def _tools(scene: Scene) -> None:
 
 def _long_calls(scene: Scene) -> None:
     """Forced calls with arguments of thousands of characters, streamed: each delta is one more to parse."""
-    body = {
-        "messages": [{"role": "user", "content": "Call f."}],
-        "tools": [_tool("f", _LONG_CALL)],
-        "tool_choice": "required",
-        "max_tokens": 3000,
-        "stream": True,
-    }
+    _stream(scene, tools=[_tool("f", _LONG_CALL)], tool_choice="required")
+
+
+def _long_answers(scene: Scene) -> None:
+    """Answers as long, of which nothing is parsed, from their middle on."""
+    _stream(scene, "word " * 1500, ignore_eos=True)
+
+
+def _stream(scene: Scene, text: str = "Call f.", **fields: Any) -> None:
+    messages = [{"role": "user", "content": text}]
+    body = {"messages": messages, "max_tokens": 3000 - len(text.split()), "stream": True} | fields
     scene.fire([Shot(CHAT, json.dumps(body).encode(), "mallory")] * 4, at_once=4)
 
 
@@ -128,9 +132,9 @@ ATTACKS = (
         name="long tool calls",
         family="grammar",
         what="Four streams whose forced calls have arguments of 3,000 characters.",
-        expects="Each delta costs the same, however long the call is.",
+        expects="Honest users notice no more than of answers as long without a call.",
         act=_long_calls,
         seconds=20.0,
-        bars=Bars(itl_factor=2.0),  # four more rows in every batch
+        beside=_long_answers,
     ),
 )

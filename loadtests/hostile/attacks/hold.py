@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from loadtests.hostile.attack import ALONE, MOST_BODY_BYTES, Attack, Bars
-from loadtests.hostile.scene import HELD, Scene, status_of
+from loadtests.hostile.scene import HELD, Scene, Shot, status_of
 
 N_SLOW = 1000
 N_LARGE = 64
@@ -147,11 +147,19 @@ def _half_closed(scene: Scene) -> None:
         scene.sleep(scene.left_s() - 1)
 
 
+_STREAM = json.dumps(
+    {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 5}
+).encode()
+
+
+def _readers(scene: Scene) -> None:
+    """Long streams that are read."""
+    scene.fire([Shot("/v1/completions", _STREAM, "mallory")] * N_READERS, at_once=N_READERS)
+
+
 def _slow_readers(scene: Scene) -> None:
     """Long streams of which nobody reads a byte."""
-    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True, "logprobs": 5}
-    sent = json.dumps(body).encode()
-    first = head(scene, "/v1/completions", len(sent), "mallory") + sent
+    first = head(scene, "/v1/completions", len(_STREAM), "mallory") + _STREAM
     with crowd(scene, N_READERS, first, RECEIVE_BUFFER) as wires:
         scene.sleep(scene.left_s() - 1)
         scene.note(HELD, len(wires))
@@ -246,6 +254,8 @@ def _oversized(scene: Scene) -> None:
 
 
 _IN = "Ten newcomers with a key are all answered, again and again."
+_CROWD = Bars(pause_s=1.0)
+"""Requests that come in one moment are answered in turn, and all come from one address here."""
 _ALONE = tuple(
     Attack(
         name=name,
@@ -253,6 +263,7 @@ _ALONE = tuple(
         what=what,
         expects=expects,
         act=act,
+        bars=_CROWD,
         server=ALONE,
         is_short=name == "idle connections",
     )
@@ -328,12 +339,6 @@ _SLOW = tuple(
         ),
         ("half-closed", "1,000 bodies that end in the middle, half-closed.", _half_closed, Bars()),
         (
-            "slow readers",
-            f"{N_READERS} streams of 3,000 tokens of which nobody reads a byte.",
-            _slow_readers,
-            Bars(itl_factor=2.0),  # eight rows in a batch instead of four
-        ),
-        (
             "come and go",
             "50 clients who leave as soon as they have asked, again and again.",
             _come_and_go,
@@ -366,4 +371,14 @@ _SLOW = tuple(
         ),
     )
 )
-ATTACKS = (*_SLOW, *_ALONE)
+_UNREAD = Attack(
+    name="slow readers",
+    family="hold",
+    what=f"{N_READERS} streams of 3,000 tokens of which nobody reads a byte.",
+    expects="Honest users notice no more than of as many streams that are read.",
+    act=_slow_readers,
+    seconds=15.0,
+    bars=_BUSY,
+    beside=_readers,
+)
+ATTACKS = (*_SLOW, _UNREAD, *_ALONE)

@@ -7,7 +7,7 @@ import random
 from functools import partial
 
 from loadtests.hostile import bodies
-from loadtests.hostile.attack import Attack
+from loadtests.hostile.attack import MOST_BODY_BYTES, Attack
 from loadtests.hostile.scene import Scene, status_of
 
 SEED = 20
@@ -108,10 +108,11 @@ def _pipelined(scene: Scene) -> None:
         scene.raw(one * N_PIPELINED, 0.01)  # and does not wait for the answers
 
 
-def _crumbs(scene: Scene) -> None:
-    """Whole requests whose bodies come in chunks of a byte."""
+def _crumbs(scene: Scene, most: int = 1) -> None:
+    """Whole requests whose bodies come in chunks of so many bytes at most."""
     body = b'{"prompt": "%s", "max_tokens": 1}' % (b"word " * 2_000)
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + CHUNKED
+    parts = (body[i : i + most] for i in range(0, len(body), most))
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + CHUNKED
     head = POST + _key(scene) + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     while scene.left_s() > 1:
         _no_5xx(scene, scene.raw(head + chunks, 1.0))
@@ -164,7 +165,15 @@ def _no_5xx(scene: Scene, got: bytes) -> None:
             scene.found(f"odd bytes get {line[9:40].decode(errors='replace')}")
 
 
-ATTACKS = tuple(
+_CRUMBS = Attack(
+    name="crumbs",
+    family="smuggle",
+    what="Bodies of 10,000 chunks of a byte each.",
+    expects="Read like the same bodies in one chunk.",
+    act=_crumbs,
+    beside=partial(_crumbs, most=MOST_BODY_BYTES),
+)
+_OTHERS = tuple(
     Attack(
         name=name,
         family="smuggle",
@@ -210,7 +219,6 @@ ATTACKS = tuple(
             "Others notice nothing.",
             _pipelined,
         ),
-        ("crumbs", "Bodies of 10,000 chunks of a byte each.", "Read like others.", _crumbs),
         (
             "packed bodies",
             "512 MiB of blanks, packed to 500 KB.",
@@ -219,3 +227,4 @@ ATTACKS = tuple(
         ),
     )
 )
+ATTACKS = (*_OTHERS, _CRUMBS)

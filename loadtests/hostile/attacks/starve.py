@@ -214,6 +214,8 @@ def _is_served(scene: Scene, key: str, problem: str) -> None:
 _FAIR = (
     "One request at a time is never refused, and gets its first token as soon as beside one client."
 )
+_MANY = Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None)
+"""Sixteen clients more have their shares."""
 ATTACKS = (
     Attack(
         name="full queue",
@@ -280,7 +282,7 @@ ATTACKS = (
         what="16 keys that fill the queue together.",
         expects="Whoever has one request at a time is not refused.",
         act=_many_keys,
-        bars=Bars(ttft_factor=None, itl_factor=None, pause_s=None, memory_mib=None),
+        bars=_MANY,
     ),
     Attack(
         name="long prompts",
@@ -321,7 +323,6 @@ ATTACKS = (
         what="Requests that find the queue full, by a key with tokens_per_minute.",
         expects="They cost nothing.",
         act=_charged_in_queue,
-        bars=SHARE,
-        beside=ordinary,
+        bars=_MANY,
     ),
 )

@@ -154,6 +154,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._n_fields = self._n_framing = self._n_body = self._n_begun = 0
         """Bytes so far: of the head's or the trailers' fields, of all but the body, of the body. Last are
         the requests that began in the newest data."""
+        self._pieces: list[bytes] = []
+        """Parts of the body in the newest data, which may be one byte each."""
         self._is_refused = self._is_too_large = self._is_lost = False
         self._due: asyncio.TimerHandle | None = None
         """Ends the connection, unless what the client owes comes before."""
@@ -278,6 +280,7 @@ class BoundedHttp(HttpToolsProtocol):
         while True:
             try:
                 self.parser.feed_data(rest)
+                self._pass_on()
                 return
             except HttpParserUpgrade as offer:
                 rest = rest[offer.args[0] :]
@@ -335,12 +338,19 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
         self._n_body += len(body)
-        super().on_body(body)
+        self._pieces.append(body)
+
+    def _pass_on(self) -> None:
+        """Give the request the parts of its body that are here."""
+        if self._pieces:
+            super().on_body(b"".join(self._pieces))
+            self._pieces.clear()
 
     def on_message_complete(self) -> None:
         """Read on, or nobody would notice that the client leaves."""
         if self.parser.should_upgrade():
             return
+        self._pass_on()
         self._part = _Part.NONE
         super().on_message_complete()
         if not self.pipeline:
