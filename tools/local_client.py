@@ -10,14 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, NotSupportedError
-from serve_app.base.types import (
-    FetchingReplica,
-    Medium,
-    ReplicaStats,
-    RequestRecord,
-    Size,
-    SlotAction,
-)
+from serve_app.base.values.media import Medium, Size
+from serve_app.base.values.replicas import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine import Engine, GenerationRequest, Texts, TokenDelta
 from serve_app.server.model_registry import Answers

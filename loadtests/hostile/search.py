@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from loadtests.common.servers import exit_on_sigterm, free_port
 from serve_app.apis.api import WORKER_MODULES, build_api
 from serve_app.base.sampling import PARAMETERS
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.cli.measure.benchmark import number_between, table
 from serve_app.config.schema import IngressConfig
 from serve_app.engine import Engine, EngineOptions

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from hashlib import blake2b
 from zlib import crc32
 
-from serve_app.base.types import SHARED_GROUP
+from serve_app.base.values.adapters import SHARED_GROUP
 
 BLOCK_TOKENS = 32
 """Tokens in a block. A shorter rest has no hash: it counts as not shared."""
@@ -43,7 +43,7 @@ def request_key(request_id: str) -> int:
 
 
 def turn_key(adapters: str) -> int:
-    """The hash of what requests have of adapters, by `serve_app.base.types.adapters_of`; 0 for none."""
+    """The hash of what requests have of adapters, by `adapters_of`; 0 for none."""
     return crc32(adapters.encode())
 
 

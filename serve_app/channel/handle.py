@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from serve_app.base.errors import CorralError, EngineUnavailableError
-from serve_app.base.types import FetchingReplica
+from serve_app.base.values.replicas import FetchingReplica
 
 
 class ReplicaCall(Protocol):

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 import msgspec
 
 from serve_app.base.errors import ChannelBrokenError, CorralError
-from serve_app.base.types import Accepted, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.protocol import CONNECT_S, Address, keep_alive, server_tls
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from serve_app.base.types import Accepted, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
 from serve_app.channel.msgpack import decoder, encode
 
 CONNECT_S = 5.0

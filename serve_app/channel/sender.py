@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from serve_app.base.errors import ChannelBrokenError
-from serve_app.base.types import Accepted, FinishReason, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import Accepted, FinishReason, SequenceEnd, TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.protocol import Address
 

@@ -16,7 +16,8 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serve_app.base.types import GenerationRequest, adapters_of
+from serve_app.base.values.adapters import adapters_of
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel import routing_reports as reports
 from serve_app.channel.blocks import BLOCK_TOKENS, chain, request_key, turn_key
 from serve_app.channel.protocol import Address

@@ -26,7 +26,7 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     QueueFullError,
 )
-from serve_app.base.types import FetchingReplica
+from serve_app.base.values.replicas import FetchingReplica
 from serve_app.store.shared_entries import fetching_replicas, whole_application
 
 logger = logging.getLogger("corral.routing")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.types import Adapters, AdapterUse
+from serve_app.base.values.adapters import Adapters, AdapterUse
 from serve_app.config.defaults import ModelDefaults
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.base.errors import ConfigError, InvalidRequestError
-from serve_app.base.types import Adapters
+from serve_app.base.values.adapters import Adapters
 from serve_app.engine.core.command_queue import Command
 from serve_app.engine.core.engine_core import EngineCore
 

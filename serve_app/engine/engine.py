@@ -22,16 +22,9 @@ from serve_app.base.errors import (
 )
 from serve_app.base.progress import Report
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import (
-    MEDIUM,
-    Accepted,
-    GenerationRequest,
-    Medium,
-    Picture,
-    Size,
-    Sound,
-    TokenDelta,
-)
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.media import MEDIUM, Medium, Picture, Size, Sound
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.adapters import EngineAdapters
 from serve_app.engine.backends.base import Backend, Projector
 from serve_app.engine.backends.opening import open_backend

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from serve_app.base.types import SequenceEnd, TokenDelta
+from serve_app.base.values.answers import SequenceEnd, TokenDelta
 
 Abort = Callable[[], None]
 

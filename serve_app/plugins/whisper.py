@@ -35,7 +35,7 @@ from serve_app.base.errors import (
     InvalidRequestError,
 )
 from serve_app.base.sharing import turns
-from serve_app.base.types import Sound
+from serve_app.base.values.media import Sound
 from serve_app.channel import processes
 from serve_app.config.schema import WhisperConfig
 from serve_app.config.serve_options import RayServeOptions

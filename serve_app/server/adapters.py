@@ -13,7 +13,7 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     InvalidRequestError,
 )
-from serve_app.base.types import AdapterUse
+from serve_app.base.values.adapters import AdapterUse
 from serve_app.channel.handle import ReplicaHandle
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig

@@ -18,18 +18,16 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     ModelLoadingError,
 )
-from serve_app.base.types import (
-    Accepted,
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.media import Medium, Size
+from serve_app.base.values.replicas import (
     Asleep,
     FetchingReplica,
-    GenerationRequest,
-    Medium,
     ReplicaStats,
     RequestRecord,
-    Size,
     SlotAction,
-    TokenDelta,
 )
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel import routing_reports as reports
 from serve_app.channel.handle import ReplicaCall, ReplicaHandle
 from serve_app.channel.listener import IncomingCall, Listener

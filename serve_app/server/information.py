@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from serve_app.base.errors import EngineUnavailableError, RequestNotFoundError
-from serve_app.base.types import ReplicaStats
+from serve_app.base.values.replicas import ReplicaStats
 from serve_app.server.answering.timings import explain_record
 from serve_app.server.http import request_context
 from serve_app.server.http.dependencies import ModelsArgument

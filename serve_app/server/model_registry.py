@@ -14,19 +14,11 @@ from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, EngineUnavailableError, ModelNotFoundError
 from serve_app.base.formats import EmbeddingPooling
-from serve_app.base.types import (
-    Accepted,
-    Adapters,
-    AdapterUse,
-    FetchingReplica,
-    GenerationRequest,
-    Medium,
-    ReplicaStats,
-    RequestRecord,
-    Size,
-    SlotAction,
-    TokenDelta,
-)
+from serve_app.base.values.adapters import Adapters, AdapterUse
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.media import Medium, Size
+from serve_app.base.values.replicas import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.config.defaults import NO_DEFAULTS, ModelDefaults
 from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses

@@ -21,7 +21,8 @@ from urllib.parse import quote, unquote
 
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.progress import Report, Stage
-from serve_app.base.types import AdapterUse, FetchingReplica
+from serve_app.base.values.adapters import AdapterUse
+from serve_app.base.values.replicas import FetchingReplica
 from serve_app.config.sources import AdapterConfig
 
 _TELL_EVERY_S = 1.0

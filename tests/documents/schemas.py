@@ -14,7 +14,7 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema
 
 from serve_app.apis.batches.objects import Endpoint
 from serve_app.base.errors import ConfigError
-from serve_app.base.types import FetchingReplica
+from serve_app.base.values.replicas import FetchingReplica
 from serve_app.config import schema
 from serve_app.config.sources import ModelSource
 from serve_app.server.access.api_keys import KeyFile

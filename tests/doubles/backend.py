@@ -21,7 +21,8 @@ from serve_app.base.errors import (
     InvalidRequestError,
 )
 from serve_app.base.sampling import SamplingParams, Triggers
-from serve_app.base.types import Adapters, Sampled, TokenLogprobs
+from serve_app.base.values.adapters import Adapters
+from serve_app.base.values.answers import Sampled, TokenLogprobs
 from serve_app.engine.backends.base import (
     CacheTraits,
     DraftModel,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream
 from tests.real.models import TEXT

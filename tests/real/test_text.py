@@ -13,7 +13,7 @@ import pytest
 
 from loadtests.common.servers import is_healthy, running
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.cli.measure import quality
 from serve_app.engine import Engine
 from serve_app.engine.stream import TokenStream

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from serve_app.base.errors import CorralError, FieldRefusedError, PromptTooLongError
-from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
+from serve_app.base.values.answers import FinishReason, SequenceEnd, TokenDelta, Usage
 from serve_app.prompt.conversation import json_object
 from serve_app.prompt.output_parser import OutputParser
 from serve_app.prompt.tool_calls import CallPiece, ToolCall

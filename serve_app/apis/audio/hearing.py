@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from serve_app.base.types import Sound
+from serve_app.base.values.media import Sound
 
 
 class HearingOrder(msgspec.Struct, array_like=True, frozen=True):

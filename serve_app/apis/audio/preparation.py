@@ -13,7 +13,7 @@ from pydantic import Field
 
 from serve_app.base.errors import InvalidRequestError, NotSupportedError
 from serve_app.base.sampling import Seed
-from serve_app.base.types import MEDIUM
+from serve_app.base.values.media import MEDIUM
 from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat

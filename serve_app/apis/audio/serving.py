@@ -20,7 +20,7 @@ from serve_app.apis.audio import preparation
 from serve_app.apis.audio.hearing import HeardSegment, HearingOrder, Recognizer
 from serve_app.apis.audio.preparation import MAX_FILE_BYTES, PreparedWindows, WindowOrder
 from serve_app.base.errors import InvalidRequestError, KeyLimitError, RateLimitError
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.server.access.bodies import BodyLimits, BodyReader
 from serve_app.server.answering import streaming
 from serve_app.server.answering.answers import EventAnswer

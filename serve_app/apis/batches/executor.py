@@ -24,7 +24,7 @@ from serve_app.apis.batches.preparation import BatchLine
 from serve_app.apis.batches.store import BatchStore, ClaimedBatch, is_full
 from serve_app.apis.batches.window import BatchPace, LineWindow
 from serve_app.base.errors import CorralError, EngineClosedError, QueueFullError
-from serve_app.base.types import account
+from serve_app.base.values.requests import account
 from serve_app.config.schema import BatchConfig
 from serve_app.server.access.api_keys import KeyAccounts
 from serve_app.server.access.auth import BATCH_LINE

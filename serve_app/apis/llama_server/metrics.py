@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.base.types import ReplicaStats
+from serve_app.base.values.replicas import ReplicaStats
 from serve_app.server.http import request_context
 
 _OF_VLLM = {

@@ -21,7 +21,7 @@ from serve_app.apis.llama_server.protocol import (
     TokenizeRequest,
 )
 from serve_app.base.sampling import SamplingParams, Triggers
-from serve_app.base.types import Medium
+from serve_app.base.values.media import Medium
 from serve_app.server.answering import preparation
 from serve_app.server.answering.messages import ChatCompletionRequest
 from serve_app.server.answering.preparation import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from serve_app.apis.llama_server.preparation import PreparedLlamaCompletion
 from serve_app.base.sampling import CHAIN, Api, SamplingParams
-from serve_app.base.types import FinishReason, PromptProgress, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import FinishReason, PromptProgress, SequenceEnd, TokenDelta
 from serve_app.config import sampling_fields
 from serve_app.server.answering import logprobs
 from serve_app.server.answering.answers import ProtocolAnswer

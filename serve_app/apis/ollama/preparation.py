@@ -23,7 +23,7 @@ from serve_app.apis.ollama.protocol import (
     parts,
 )
 from serve_app.base.errors import InvalidRequestError, PromptTooLongError
-from serve_app.base.types import Medium
+from serve_app.base.values.media import Medium
 from serve_app.prompt.conversation import Turn
 from serve_app.server.answering import preparation
 from serve_app.server.answering.preparation import Chat, refuse_unknown_tokens, tokenize_checked

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastapi.responses import JSONResponse, Response
 
 from serve_app.base.errors import CorralError, ModelNotFoundError
-from serve_app.base.types import SequenceEnd, TokenDelta
+from serve_app.base.values.answers import SequenceEnd, TokenDelta
 from serve_app.prompt.output_parser import OutputParser, Reasoning
 from serve_app.prompt.tool_calls import ToolCall
 from serve_app.server.answering import logprobs, streaming

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import FinishReason, SequenceEnd, TokenDelta
 from serve_app.prompt.output_parser import OutputParser, Part, Reasoning
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.prompt.tool_calls import CallPiece, ToolCall

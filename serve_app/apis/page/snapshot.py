@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.base.types import FetchingReplica, ReplicaStats
+from serve_app.base.values.replicas import FetchingReplica, ReplicaStats
 from serve_app.channel.score import slot_wait_s
 
 Json = dict[str, Any]

@@ -28,7 +28,7 @@ from serve_app.apis.responses.store import (
     unpack_events,
 )
 from serve_app.base.errors import CorralError, EngineUnavailableError, ResponseNotFoundError
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.answering import streaming
 from serve_app.server.http import request_context

@@ -12,7 +12,7 @@ from serve_app.apis.responses.items import reasoning_fields
 from serve_app.apis.responses.store import Event, StoredRequest, item_prefix
 from serve_app.apis.responses.tools import CallForm, forms
 from serve_app.base.errors import CorralError
-from serve_app.base.types import FinishReason, SequenceEnd, TokenDelta, Usage
+from serve_app.base.values.answers import FinishReason, SequenceEnd, TokenDelta, Usage
 from serve_app.prompt.output_parser import Reasoning
 from serve_app.prompt.tool_calls import CallPiece, ToolCall
 from serve_app.server.answering import streaming

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from serve_app.base.errors import CorralError, EngineFailedError, KeyLimitError, RateLimitError
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.channel import msgpack
 
 LEASE_S = 10.0

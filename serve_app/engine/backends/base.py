@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from serve_app.base.engine_options import KernelsName
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.sampling import SamplingParams, Triggers
-from serve_app.base.types import Adapters, Medium, Sampled, Size, TokenLogprobs
+from serve_app.base.values.adapters import Adapters
+from serve_app.base.values.answers import Sampled, TokenLogprobs
+from serve_app.base.values.media import Medium, Size
 from serve_app.engine.choice.plan import Mode
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.grammars.constraint import Constraint

@@ -20,7 +20,7 @@ from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, DecodeError
 from serve_app.base.progress import Report, Stage
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import Adapters
+from serve_app.base.values.adapters import Adapters
 from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, convert_state

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from serve_app.base.types import may_start_from
+from serve_app.base.values.adapters import may_start_from
 from serve_app.engine.cache.packing import TOKEN_BYTES, common_prefix
 
 

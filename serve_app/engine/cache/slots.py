@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from serve_app.base.types import SHARED_GROUP, adapters_of, may_start_from
+from serve_app.base.values.adapters import SHARED_GROUP, adapters_of, may_start_from
 from serve_app.engine.cache.packing import (
     TOKEN_BYTES,
     TokenArray,

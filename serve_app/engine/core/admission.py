@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from serve_app.base.errors import DecodeError
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import KVCacheManager, Place
 from serve_app.engine.cache.slots import PrefixPending

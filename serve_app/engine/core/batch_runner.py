@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from serve_app.base.errors import ConstraintError, CorralError, DecodeCancelledError, DecodeError
-from serve_app.base.types import Adapters, Sampled
+from serve_app.base.values.adapters import Adapters
+from serve_app.base.values.answers import Sampled
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.scheduler.batch import Batch, Chunk

@@ -18,7 +18,9 @@ from serve_app.base.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from serve_app.base.types import Accepted, GenerationRequest, RequestRecord
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.replicas import RequestRecord
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.policy.forecast import Forecast
 from serve_app.engine.policy.policy import SlotPolicy

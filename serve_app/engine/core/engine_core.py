@@ -19,7 +19,9 @@ from serve_app.base.errors import (
     EngineFailedError,
 )
 from serve_app.base.sharing import turns
-from serve_app.base.types import FinishReason, RequestRecord, SequenceEnd, adapters_of
+from serve_app.base.values.adapters import adapters_of
+from serve_app.base.values.answers import FinishReason, SequenceEnd
+from serve_app.base.values.replicas import RequestRecord
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import open_cache
 from serve_app.engine.core.admission import Admission

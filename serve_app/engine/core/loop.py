@@ -14,7 +14,8 @@ from typing import Any
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError, EngineFailedError
 from serve_app.base.sharing import turns
-from serve_app.base.types import Accepted, RequestRecord
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.replicas import RequestRecord
 from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import KVCacheManager
 from serve_app.engine.core.command_queue import Command, CommandQueue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError
-from serve_app.base.types import FinishReason, Sampled, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import FinishReason, Sampled, SequenceEnd, TokenDelta
 from serve_app.engine.backends.base import Vocabulary
 from serve_app.engine.cache.manager import KVCacheManager
 from serve_app.engine.core.batch_runner import BatchResult

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     FinishReason,
-    GenerationRequest,
     PromptProgress,
     Sampled,
     SequenceEnd,
@@ -21,6 +20,7 @@ from serve_app.base.types import (
     TokenLogprobs,
     Usage,
 )
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
 from serve_app.engine.cache.packing import (
     TOKEN_BYTES,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serve_app.base.types import may_start_from
+from serve_app.base.values.adapters import may_start_from
 from serve_app.engine.cache.packing import TOKEN_BYTES, common_prefix, pack
 
 
@@ -272,7 +272,7 @@ class CachedPrefixes:
     taken: tuple[str, ...] = ()
     """The requests that were taken in last, which statistics of the same moment include."""
     adapters: frozenset[str] = frozenset()
-    """The adapters of the requests that run or wait, by `serve_app.base.types.adapters_of`: each of
+    """The adapters of the requests that run or wait, by `adapters_of`: each of
     these has steps of its own."""
 
     def n_cached(self, group: str, prompt: bytes) -> int:

@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 
-from serve_app.base.types import GAP_BOUNDARIES_S, RequestRecord, Timings
+from serve_app.base.values.answers import GAP_BOUNDARIES_S, Timings
+from serve_app.base.values.replicas import RequestRecord
 from serve_app.engine.metrics import energy
 
 

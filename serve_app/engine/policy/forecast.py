@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from serve_app.base.types import Accepted, FinishReason, SequenceEnd
+from serve_app.base.values.answers import Accepted, FinishReason, SequenceEnd
 from serve_app.channel.score import crowding_by_load, first_token_s, slot_wait_s
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.costs.cost_model import CostModel

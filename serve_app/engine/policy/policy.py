@@ -33,7 +33,7 @@ from serve_app.base.errors import (
     QueueFullError,
     RateLimitError,
 )
-from serve_app.base.types import NO_DEADLINE, GenerationRequest, account
+from serve_app.base.values.requests import NO_DEADLINE, GenerationRequest, account
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.policy.accounts import Accounts
 from serve_app.engine.policy.forecast import Expected, Forecast

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from serve_app.base.errors import ConstraintError
 from serve_app.base.sampling import ReasoningBudget, SamplingParams
-from serve_app.base.types import Sampled, TokenLogprobs
+from serve_app.base.values.answers import Sampled, TokenLogprobs
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.sampling import cuts
 from serve_app.kernels.llama.sampling.adjustments import Adjustments

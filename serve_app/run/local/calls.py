@@ -16,14 +16,9 @@ import msgspec
 import numpy as np
 
 from serve_app.base.errors import CorralError, EngineFailedError
-from serve_app.base.types import (
-    Asleep,
-    GenerationRequest,
-    Medium,
-    ReplicaRecords,
-    ReplicaStats,
-    SlotAction,
-)
+from serve_app.base.values.media import Medium
+from serve_app.base.values.replicas import Asleep, ReplicaRecords, ReplicaStats, SlotAction
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel import msgpack
 from serve_app.channel.protocol import Address, FrameBuffer, frame_body
 from serve_app.config.resolved import ResolvedModel

@@ -22,7 +22,7 @@ from serve_app.base.errors import (
     EngineUnavailableError,
 )
 from serve_app.base.heap import HUGE_PAGES
-from serve_app.base.types import FetchingReplica
+from serve_app.base.values.replicas import FetchingReplica
 from serve_app.channel import processes
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serve_app.base.errors import ConfigError, CorralError, InvalidRequestError
 from serve_app.base.progress import Report, Stage, nowhere
-from serve_app.base.types import Adapters, AdapterUse
+from serve_app.base.values.adapters import Adapters, AdapterUse
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource
 from serve_app.engine import Engine

@@ -27,17 +27,10 @@ from serve_app.base.errors import (
     ModelReplacedError,
 )
 from serve_app.base.folders import cache_folder
-from serve_app.base.types import (
-    GenerationRequest,
-    Medium,
-    ReplicaRecords,
-    ReplicaStats,
-    SequenceEnd,
-    Size,
-    SlotAction,
-    Sound,
-    TokenDelta,
-)
+from serve_app.base.values.answers import SequenceEnd, TokenDelta
+from serve_app.base.values.media import Medium, Size, Sound
+from serve_app.base.values.replicas import ReplicaRecords, ReplicaStats, SlotAction
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel.protocol import Address
 from serve_app.channel.sender import Channel, Channels
 from serve_app.config import shards

@@ -23,7 +23,7 @@ from serve_app.base import heap
 from serve_app.base.errors import ConfigError, CorralError, EngineUnavailableError
 from serve_app.base.sharing import locks
 from serve_app.base.sharing.locks import is_locked, lock, make_private
-from serve_app.base.types import Asleep, ReplicaRecords
+from serve_app.base.values.replicas import Asleep, ReplicaRecords
 from serve_app.channel.pressure import PRESSURE
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import ResolvedModel

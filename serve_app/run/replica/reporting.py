@@ -10,7 +10,7 @@ import msgspec
 
 from serve_app.base import metrics
 from serve_app.base.metrics import Counter, Histogram
-from serve_app.base.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd
+from serve_app.base.values.answers import GAP_BOUNDARIES_S, FinishReason, SequenceEnd
 from serve_app.channel.blocks import Inventory, request_key, turn_key
 from serve_app.channel.pressure import PRESSURE, engine_pressure
 from serve_app.channel.protocol import Address

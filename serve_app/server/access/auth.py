@@ -24,7 +24,8 @@ from serve_app.base.errors import (
     NotSupportedError,
     SlowRequestError,
 )
-from serve_app.base.types import Accepted, Deadline
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.requests import Deadline
 from serve_app.config.addresses import is_within, network_of
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access.api_keys import KeyAccounts

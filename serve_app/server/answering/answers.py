@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import Response
 
 from serve_app.base.errors import CorralError
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.server.answering import streaming
 from serve_app.server.answering.preparation import Generation
 from serve_app.server.http import sse

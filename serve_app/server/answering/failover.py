@@ -17,7 +17,8 @@ from serve_app.base.errors import (
     ModelReplacedError,
     QueueFullError,
 )
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 
 logger = logging.getLogger("corral.ingress")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from serve_app.base.types import TokenDelta, TokenLogprobs
+from serve_app.base.values.answers import TokenDelta, TokenLogprobs
 
 Json = dict[str, Any]
 

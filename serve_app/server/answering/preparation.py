@@ -11,7 +11,9 @@ import msgspec
 
 from serve_app.base.errors import InvalidRequestError, MediaError, PromptTooLongError
 from serve_app.base.sampling import LogitBias, ReasoningBudget, SamplingParams
-from serve_app.base.types import MEDIUM, Adapters, GenerationRequest, Medium, Size
+from serve_app.base.values.adapters import Adapters
+from serve_app.base.values.media import MEDIUM, Medium, Size
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.prompt import grammars
 from serve_app.prompt.conversation import Conversation, Turn
 from serve_app.prompt.normaliser import PARAGRAPH

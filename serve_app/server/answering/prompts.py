@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from serve_app.base.errors import InvalidRequestError
-from serve_app.base.types import Medium
+from serve_app.base.values.media import Medium
 from serve_app.server.answering.messages import ChatMessage
 from serve_app.server.answering.preparation import (
     check_medium,

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from serve_app.base.errors import CorralError
-from serve_app.base.types import Accepted, FinishReason, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, FinishReason, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.prompt.output_parser import OutputParser, Part
 from serve_app.server.answering.preparation import Chat, Generation, PromptLength
 from serve_app.server.http import request_context

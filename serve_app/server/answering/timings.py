@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from serve_app import __version__
-from serve_app.base.types import PromptProgress, RequestRecord, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import PromptProgress, SequenceEnd, TokenDelta
+from serve_app.base.values.replicas import RequestRecord
 
 Json = dict[str, Any]
 

@@ -19,7 +19,7 @@ from serve_app.base.errors import (
     NotSupportedError,
     TextTooLongError,
 )
-from serve_app.base.types import Medium
+from serve_app.base.values.media import Medium
 from serve_app.prompt.tokenizer import keep_first, keep_last
 from serve_app.server.answering.preparation import refuse_huge
 from serve_app.server.answering.prompts import MediaPrompt, Mixed, media_prompt, mixed_tokens

@@ -13,14 +13,8 @@ from http import HTTPStatus
 from typing import Protocol, TypedDict
 
 from serve_app.base.errors import KeyLimitError, PermissionDeniedError, RateLimitError
-from serve_app.base.types import (
-    NO_DEADLINE,
-    Accepted,
-    Deadline,
-    GenerationRequest,
-    SequenceEnd,
-    account,
-)
+from serve_app.base.values.answers import Accepted, SequenceEnd
+from serve_app.base.values.requests import NO_DEADLINE, Deadline, GenerationRequest, account
 from serve_app.config.keys import ApiKey
 
 Clock = Callable[[], float]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.base.errors import InvalidRequestError, PicturesWantedError
-from serve_app.base.types import SAMPLE_RATE, Medium, Picture, Sound
+from serve_app.base.values.media import SAMPLE_RATE, Medium, Picture, Sound
 from serve_app.kernels.llama.vision.senses import NO_SENSES
 from serve_app.server.answering.preparation import check_medium
 from serve_app.server.model_registry import ModelFile, ModelInfo

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import InvalidRequestError
-from serve_app.base.types import SAMPLE_RATE, Sound
+from serve_app.base.values.media import SAMPLE_RATE, Sound
 from serve_app.server.media.decoder import MIN_S, SOUND_FORMATS, is_sound, seconds_of
 from serve_app.server.workers.worker import grant_memory, more_memory
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from serve_app import __version__
 from serve_app.base.errors import ConfigError
-from serve_app.base.types import GenerationRequest, SequenceEnd
+from serve_app.base.values.answers import SequenceEnd
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.server.http.request_context import Caller
 
 if TYPE_CHECKING:

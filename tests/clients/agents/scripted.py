@@ -18,7 +18,7 @@ from ray.serve import Application
 
 from serve_app import app
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import Sampled, TokenLogprobs
+from serve_app.base.values.answers import Sampled, TokenLogprobs
 from serve_app.cluster.replica import process_place
 from serve_app.config.resolved import ResolvedModel
 from serve_app.engine.backends import llama_cpp, opening

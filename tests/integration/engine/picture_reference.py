@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp import mtmd_cpp
 from numpy.typing import NDArray
 
-from serve_app.base.types import Medium, Sound
+from serve_app.base.values.media import Medium, Sound
 from serve_app.kernels.llama.context import Context, ContextOptions
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.vision.projector import MtmdProjector

@@ -10,7 +10,8 @@ import pytest
 
 from serve_app.base.engine_options import AdapterFile
 from serve_app.base.errors import ConfigError, InvalidRequestError
-from serve_app.base.types import Accepted, Adapters, AdapterUse, SequenceEnd
+from serve_app.base.values.adapters import Adapters, AdapterUse
+from serve_app.base.values.answers import Accepted, SequenceEnd
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenDelta
 from serve_app.kernels.llama.context import Adapter
 from serve_app.kernels.llama.model import Model

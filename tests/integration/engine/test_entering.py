@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from serve_app.base.sampling import LogitBias
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.config.serve_options import RayServeOptions
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.run.replica.loaded_model import MOST_ENTERING

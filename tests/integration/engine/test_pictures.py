@@ -17,7 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError, CorralError, InvalidRequestError, PromptTooLongError
-from serve_app.base.types import MEDIUM, Picture, SequenceEnd, TokenDelta, TokenLogprobs
+from serve_app.base.values.answers import SequenceEnd, TokenDelta, TokenLogprobs
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.engine.guests.embedding import Texts
 from serve_app.prompt.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, InvalidRequestError
 from tests.integration.engine.kernels import openvino
 from tools.random_models.model import SHAPES, write_random_gguf

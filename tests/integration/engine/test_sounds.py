@@ -12,7 +12,8 @@ import pytest
 from gguf import GGUFWriter
 
 from serve_app.base.errors import ConfigError, InvalidRequestError, PromptTooLongError
-from serve_app.base.types import MEDIUM, SAMPLE_RATE, Picture, SequenceEnd, Sound
+from serve_app.base.values.answers import SequenceEnd
+from serve_app.base.values.media import MEDIUM, SAMPLE_RATE, Picture, Sound
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
 from serve_app.kernels.llama.vision.senses import ProjectorFile, Senses
 from serve_app.prompt.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.base.types import Picture
+from serve_app.base.values.media import Picture
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.vision.positions import Tile
 from serve_app.kernels.llama.vision.projector import MtmdProjector

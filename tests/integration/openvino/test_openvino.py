@@ -16,7 +16,7 @@ from loadtests.tune import perplexity
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.sampling import LogitBias
-from serve_app.base.types import TokenLogprobs
+from serve_app.base.values.answers import TokenLogprobs
 from serve_app.engine import (
     Engine,
     EngineOptions,

@@ -18,7 +18,8 @@ import pytest
 from serve_app.base.errors import ConfigError, EngineClosedError, EngineFailedError
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.sharing import turns
-from serve_app.base.types import GenerationRequest, TokenDelta
+from serve_app.base.values.answers import TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel.protocol import Address
 from serve_app.engine import Engine, EngineOptions
 from serve_app.engine.choice.plan import OPENVINO, Plan

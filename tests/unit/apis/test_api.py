@@ -10,7 +10,9 @@ import pytest
 
 from serve_app.base.errors import CorralError, DecodeError, QueueFullError
 from serve_app.base.sampling import LogitBias
-from serve_app.base.types import NO_DEADLINE, Accepted, FetchingReplica
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.replicas import FetchingReplica
+from serve_app.base.values.requests import NO_DEADLINE
 from tests.unit.server.harness import HELLO, N_CTX_SLOT, ScriptedEngine, chat, events
 
 

@@ -9,7 +9,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from serve_app.base.errors import CorralError
-from serve_app.base.types import Accepted, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.base.values.answers import (
+    Accepted,
+    FinishReason,
+    SequenceEnd,
+    Timings,
+    TokenDelta,
+    Usage,
+)
 from serve_app.channel import protocol
 from serve_app.channel.listener import IncomingCall, Listener
 from serve_app.channel.protocol import Address, FrameBuffer, Item

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from serve_app.base.errors import ChannelBrokenError, DecodeError, QueueFullError
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channel, Channels
 from tests.unit.channel.harness import (

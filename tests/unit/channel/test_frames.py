@@ -14,7 +14,7 @@ from serve_app.base.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     Accepted,
     FinishReason,
     SequenceEnd,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from serve_app.base.errors import ChannelBrokenError
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.channel import listener, protocol
 from serve_app.channel.listener import Listener
 from serve_app.channel.protocol import Address

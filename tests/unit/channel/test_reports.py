@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.channel import protocol
 from serve_app.channel.listener import Listener
 from serve_app.channel.sender import Channels

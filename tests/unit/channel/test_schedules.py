@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.errors import ChannelBrokenError
-from serve_app.base.types import Accepted, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
 from serve_app.channel.listener import IncomingCall, Listener, _Connection
 from serve_app.channel.protocol import WELCOME, Hello, frame
 from serve_app.channel.sender import Channel

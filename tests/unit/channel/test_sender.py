@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from serve_app.base.errors import ChannelBrokenError, DecodeError
-from serve_app.base.types import Accepted, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
 from serve_app.channel import sender
 from serve_app.channel.protocol import Item
 from tests.unit.channel.harness import PATIENCE_S, Wire, delta, failed, last, settle

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.errors import ChannelBrokenError
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.channel import listener as listening_side
 from serve_app.channel import protocol as connecting_side
 from serve_app.channel.sender import Channels

@@ -13,7 +13,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import AdapterUse, GenerationRequest
+from serve_app.base.values.adapters import AdapterUse
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel import routing_reports as reports
 from serve_app.channel.blocks import chain, request_key, turn_key
 from serve_app.channel.protocol import Address

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.engine import (
     CorralError,
     Engine,

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from serve_app.base.types import Adapters, AdapterUse, GenerationRequest, may_start_from
+from serve_app.base.values.adapters import Adapters, AdapterUse, may_start_from
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.core.scheduler.scheduler import TURN_S, AdapterTurns
 from serve_app.engine.core.sequence import Sequence
 

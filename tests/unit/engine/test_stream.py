@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from serve_app.base.types import TokenLogprobs
+from serve_app.base.values.answers import TokenLogprobs
 from serve_app.engine import DecodeError, FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.engine.stream import TokenStream
 

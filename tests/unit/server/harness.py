@@ -15,21 +15,17 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, InvalidRequestError
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     Accepted,
-    FetchingReplica,
     FinishReason,
-    GenerationRequest,
-    Medium,
-    ReplicaStats,
-    RequestRecord,
     SequenceEnd,
-    Size,
-    SlotAction,
     Timings,
     TokenDelta,
     Usage,
 )
+from serve_app.base.values.media import Medium, Size
+from serve_app.base.values.replicas import FetchingReplica, ReplicaStats, RequestRecord, SlotAction
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.config.sources import AdapterConfig
 from serve_app.engine.metrics.stats import (
     EmbeddingStats,

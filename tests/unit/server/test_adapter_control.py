@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import ConfigError, EngineUnavailableError, InvalidRequestError
-from serve_app.base.types import AdapterUse
+from serve_app.base.values.adapters import AdapterUse
 from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.server.adapters import AdapterControl
 from serve_app.server.answering.openai_answers import model_cards

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.apis.openai.preparation import CompletionRequest
 from serve_app.base.errors import ConfigError, InvalidRequestError, ModelNotFoundError
-from serve_app.base.types import Adapters, AdapterUse
+from serve_app.base.values.adapters import Adapters, AdapterUse
 from serve_app.config import schema
 from serve_app.server.answering import preparation
 from serve_app.server.model_registry import ModelInfo, find

@@ -23,16 +23,15 @@ from serve_app.base.errors import (
     QueueFullError,
 )
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import (
-    Accepted,
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.replicas import (
     Asleep,
-    GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
     RequestRecord,
     SlotAction,
-    TokenDelta,
 )
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel import routing_reports as reports
 from serve_app.channel.listener import Listener
 from serve_app.channel.protocol import Address

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.errors import InvalidRequestError
-from serve_app.base.types import AdapterUse
+from serve_app.base.values.adapters import AdapterUse
 from serve_app.config.sources import AdapterConfig, ModelSource
 from serve_app.store import shared_entries
 from serve_app.store.shared_entries import LoadedAdapters

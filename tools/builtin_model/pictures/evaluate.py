@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.base.types import MEDIUM, Picture
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams, TokenStream
 from serve_app.prompt.conversation import Attachment, Turn
 from serve_app.prompt.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from serve_app.base.types import Adapters
+from serve_app.base.values.adapters import Adapters
 from serve_app.engine.backends.base import Row
 from serve_app.engine.core.sequence import PromptSpan, Sequence
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
 
-from serve_app.base.types import Adapters
+from serve_app.base.values.adapters import Adapters
 from serve_app.engine.core.scheduler.batch import Batch, SequenceRows, plan_batch
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base.types import TokenLogprobs
+from serve_app.base.values.answers import TokenLogprobs
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.sampling import cuts

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.sampling import CHAIN, SamplingParams
-from serve_app.base.types import TokenLogprobs
+from serve_app.base.values.answers import TokenLogprobs
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.sampling import cuts
 from serve_app.kernels.llama.sampling.candidates import Candidates, LogitsSource, Room

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from serve_app.base.errors import DecodeError
 from serve_app.base.formats import Row, State
-from serve_app.base.types import SAMPLE_RATE, Size
+from serve_app.base.values.media import SAMPLE_RATE, Size
 
 
 @dataclass(frozen=True, slots=True)

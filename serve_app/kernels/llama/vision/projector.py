@@ -14,7 +14,7 @@ from llama_cpp import mtmd_cpp
 from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError, DecodeError, InvalidRequestError
-from serve_app.base.types import SAMPLE_RATE, Medium, Picture, Size
+from serve_app.base.values.media import SAMPLE_RATE, Medium, Picture, Size
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model, fingerprint_of
 from serve_app.kernels.llama.vision.positions import Part, Pause, Tile, cannot_be_used

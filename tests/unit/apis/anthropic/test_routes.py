@@ -11,7 +11,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from serve_app.base.errors import DecodeError, EngineUnavailableError, QueueFullError
-from serve_app.base.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.base.values.answers import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from tests.unit.server.answering.test_tools import CALL, script
 from tests.unit.server.harness import HELLO, N_CTX_SLOT, ScriptedEngine, named_events, takes
 

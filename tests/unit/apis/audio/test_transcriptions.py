@@ -14,7 +14,8 @@ import yaml
 
 from serve_app.apis.audio.preparation import WindowOrder, windows
 from serve_app.base.errors import EngineFailedError, QueueFullError
-from serve_app.base.types import MEDIUM, SAMPLE_RATE, TokenDelta, TokenLogprobs
+from serve_app.base.values.answers import TokenDelta, TokenLogprobs
+from serve_app.base.values.media import MEDIUM, SAMPLE_RATE
 from serve_app.config.schema import IngressConfig
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.server.media.decoder import MediaDecoder

@@ -27,7 +27,8 @@ from serve_app.apis.batches.journal import BatchJournal
 from serve_app.apis.batches.objects import BatchRequest
 from serve_app.apis.batches.store import BatchStore
 from serve_app.base.errors import ConfigError, DecodeError, InvalidRequestError, QueueFullError
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta, account
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest, account
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.server.http.request_context import Caller
 from serve_app.server.model_registry import ServedModel

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_app.apis.llama_server.metrics import render_as_vllm
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import LogitBias, Triggers
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     FinishReason,
     PromptProgress,
     SequenceEnd,

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from serve_app.base.errors import EngineClosedError
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.config.schema import IngressConfig
 from serve_app.server.answering.failover import unbroken
 from serve_app.server.model_registry import ServedModel

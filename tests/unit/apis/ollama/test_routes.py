@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.apis.ollama.protocol import OllamaMessage
 from serve_app.base.errors import DecodeError, EngineUnavailableError, QueueFullError
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     FinishReason,
     SequenceEnd,
     Timings,

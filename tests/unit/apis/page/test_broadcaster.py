@@ -12,7 +12,7 @@ import pytest
 
 from serve_app.apis.page.broadcaster import MAX_VIEWERS, N_FRAMES, Broadcaster
 from serve_app.base.errors import EngineClosedError
-from serve_app.base.types import ReplicaStats
+from serve_app.base.values.replicas import ReplicaStats
 from serve_app.server.model_registry import Answers, ServedModel
 from tests.doubles.api import build_api
 from tests.unit.apis.page.test_snapshot import merged, replica

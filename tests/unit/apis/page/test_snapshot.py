@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.apis.page.snapshot import Board, Json, difference
-from serve_app.base.types import FetchingReplica, ReplicaStats
+from serve_app.base.values.replicas import FetchingReplica, ReplicaStats
 from serve_app.engine.metrics.stats import EngineStats, SlotStats
 from tests.unit.engine_stats import changed_stats
 

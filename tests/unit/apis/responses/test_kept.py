@@ -19,7 +19,7 @@ from serve_app.apis.responses import background, store
 from serve_app.apis.responses.background import BackgroundResponses
 from serve_app.apis.responses.store import Event, LogAppend, Store
 from serve_app.base.errors import DecodeError, QueueFullError
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.model_registry import ServedModel

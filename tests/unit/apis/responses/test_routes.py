@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from serve_app.base.errors import DecodeError, QueueFullError
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     FinishReason,
     PromptProgress,
     SequenceEnd,

@@ -20,7 +20,7 @@ from serve_app.apis.responses.store import (
     unpack_events,
 )
 from serve_app.base.errors import EngineFailedError, KeyLimitError, RateLimitError
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 
 KEPT_S = 100.0
 ANN, BOB = Owner("ann", "ann"), Owner("bob", "bob")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve_app.base.errors import InvalidRequestError
-from serve_app.base.types import Adapters, AdapterUse
+from serve_app.base.values.adapters import Adapters, AdapterUse
 from serve_app.engine import GenerationRequest
 from tests.unit.engine.harness import (
     SteppedBackend,

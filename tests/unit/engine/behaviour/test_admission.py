@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from serve_app.base.errors import DeadlineError
 from serve_app.base.sampling import LogitBias
-from serve_app.base.types import Accepted, Deadline
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.requests import Deadline
 from serve_app.engine import (
     CorralError,
     Engine,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.errors import QueueFullError
-from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.base.values.answers import FinishReason
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.core.command_queue import Command, CommandQueue
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.base.types import Accepted, FinishReason
+from serve_app.base.values.answers import Accepted, FinishReason
 from serve_app.engine import CorralError, TokenStream
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.loop import DecoderLoop

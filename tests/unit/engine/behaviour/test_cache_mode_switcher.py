@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
 from serve_app.engine.costs.copy_budget import CopySpeed

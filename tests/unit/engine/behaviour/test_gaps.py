@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine.core.scheduler.batch import SequenceRows, plan_batch
 from serve_app.engine.costs.cost_model import Profile
 from tests.doubles.backend import FakeBackend

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.errors import PromptTooLongError
-from serve_app.base.types import FinishReason, GenerationRequest, SequenceEnd, TokenDelta
+from serve_app.base.values.answers import FinishReason, SequenceEnd, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.choice.plan import Mode
 from serve_app.engine.core import loop
 from serve_app.engine.costs.cost_model import CostModel, Profile

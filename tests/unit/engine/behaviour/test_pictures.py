@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from serve_app.base.errors import DecodeError, InvalidRequestError, PromptTooLongError
-from serve_app.base.types import MEDIUM, FinishReason, Medium, Picture, Size
+from serve_app.base.values.answers import FinishReason
+from serve_app.base.values.media import MEDIUM, Medium, Picture, Size
 from serve_app.engine import Engine, GenerationRequest, SamplingParams
 from serve_app.kernels.llama.vision.positions import Part, Pause, Positions, Tile
 from tests.unit.engine.harness import (

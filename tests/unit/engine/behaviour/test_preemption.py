@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.errors import CacheFullError
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.engine import make_guests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_app.base.types import FinishReason, PromptProgress
+from serve_app.base.values.answers import FinishReason, PromptProgress
 from serve_app.engine import GenerationRequest
 from tests.unit.engine.harness import Inbox, WatchedBackend, answers, ask, request, running
 

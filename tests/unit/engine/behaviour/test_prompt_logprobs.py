@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine import GenerationRequest
 from serve_app.engine.core.scheduler.scheduler import MAX_SCORED_ROWS
 from tests.doubles.backend import FakeBackend

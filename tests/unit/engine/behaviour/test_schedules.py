@@ -10,7 +10,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.base.types import Accepted
+from serve_app.base.values.answers import Accepted
 from serve_app.engine import (
     DecodeError,
     EngineClosedError,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import FinishReason
+from serve_app.base.values.answers import FinishReason
 from serve_app.engine.costs.cost_model import Profile
 from tests.doubles.backend import FakeBackend, Script
 from tests.unit.engine.harness import EOS, ask, options, request, running, start

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from serve_app.base.errors import DecodeError
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.cache.contents import Checkpoint, Checkpoints
 from serve_app.engine.cache.manager import KVCacheManager, Place
 from serve_app.engine.cache.memory_tier import MemoryTier

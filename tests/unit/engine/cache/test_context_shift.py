@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.base.values.answers import FinishReason
+from serve_app.base.values.requests import GenerationRequest
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, endless, options, request, running
 

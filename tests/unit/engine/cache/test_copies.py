@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.backends.base import State
 from serve_app.engine.cache.manager import KVCacheManager, Place
 from serve_app.engine.cache.memory_tier import MemoryTier

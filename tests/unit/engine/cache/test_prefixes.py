@@ -8,7 +8,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.base.types import SHARED_GROUP, GenerationRequest
+from serve_app.base.values.adapters import SHARED_GROUP
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.cache.contents import StoredPrefix
 from serve_app.engine.cache.memory_tier import MemoryTier
 from serve_app.engine.cache.packing import pack, token_array

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.base.types import SHARED_GROUP, GenerationRequest, Picture
+from serve_app.base.values.adapters import SHARED_GROUP
+from serve_app.base.values.media import Picture
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine import CachedPrefixes, SamplingParams
 from serve_app.engine.cache.memory_tier import MemoryTier
 from serve_app.engine.cache.packing import common_prefix, token_array

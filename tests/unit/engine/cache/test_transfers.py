@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from serve_app.base.errors import EngineClosedError
-from serve_app.base.types import SHARED_GROUP
+from serve_app.base.values.adapters import SHARED_GROUP
 from serve_app.engine import DecodeError, Engine
 from serve_app.engine.backends.base import State
 from serve_app.engine.cache.packing import pack, token_array

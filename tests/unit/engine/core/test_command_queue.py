@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.core import command_queue
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.sequence import Sequence

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import FinishReason, GenerationRequest, Sampled
+from serve_app.base.values.answers import FinishReason, Sampled
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.core.postprocessor import Outbox
 from serve_app.engine.core.sequence import Sequence
 from tests.doubles.backend import FakeVocabulary

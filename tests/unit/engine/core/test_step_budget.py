@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.base.types import MEDIUM, Picture
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
 from serve_app.engine.backends.base import EmbeddingShape, Row
 from serve_app.engine.core.command_queue import CommandQueue

@@ -20,7 +20,7 @@ from serve_app.base.errors import (
     TextTooLongError,
 )
 from serve_app.base.formats import EmbeddingPooling
-from serve_app.base.types import MEDIUM, Picture
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import Engine, InvalidRequestError
 from serve_app.engine.backends.base import EmbeddingShape, Row
 from serve_app.engine.core.sequence import Sequence as EngineSequence

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from serve_app.base.types import MEDIUM, Picture
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import GenerationRequest, SamplingParams
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import GenerationRequest
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine import EngineOptions
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.policy.policy import SlotPolicy

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.base.types import account
+from serve_app.base.values.requests import account
 from serve_app.engine.costs.cost_model import CostModel, Profile
 from serve_app.engine.policy.forecast import Backlog
 from tests.unit.engine.policy.slots import rank, sequence, with_waiting

@@ -8,7 +8,8 @@ import pytest
 
 from serve_app.base.errors import QueueFullError
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import FinishReason, GenerationRequest
+from serve_app.base.values.answers import FinishReason
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine import EngineOptions
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.costs.cost_model import CostModel, Profile

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from serve_app.base.errors import EngineFailedError, QueueFullError
-from serve_app.base.types import (
+from serve_app.base.values.replicas import (
     Asleep,
-    GenerationRequest,
     ReplicaRecords,
     ReplicaStats,
     RequestRecord,
     SlotAction,
 )
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel.protocol import Address, frame_body
 from serve_app.config.sources import AdapterConfig, ModelSource
 from serve_app.run.local.calls import Connection, pack_value, unpack_value

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.base.types import TokenDelta
+from serve_app.base.values.answers import TokenDelta
 from serve_app.config.schema import IngressConfig
 from serve_app.run.local.http import BoundedHttp, DrainingServer
 from serve_app.server.access.turnstile import OpenRequests

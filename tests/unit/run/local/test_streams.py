@@ -16,7 +16,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.base.errors import EngineClosedError, EngineFailedError
-from serve_app.base.types import TokenDelta, TokenLogprobs
+from serve_app.base.values.answers import TokenDelta, TokenLogprobs
 from serve_app.config.schema import IngressConfig
 from serve_app.server.http.sse import fail_all
 from serve_app.server.model_registry import ServedModel

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import ConfigError, InvalidRequestError
-from serve_app.base.types import Adapters, AdapterUse
+from serve_app.base.values.adapters import Adapters, AdapterUse
 from serve_app.config.sources import NO_DOWNLOADS, AdapterConfig, ModelSource
 from serve_app.run.replica import adapters
 from serve_app.run.replica.adapters import ReplicaAdapters

@@ -19,14 +19,9 @@ from serve_app.base.errors import (
     PromptTooLongError,
 )
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import (
-    Accepted,
-    Adapters,
-    FinishReason,
-    GenerationRequest,
-    SequenceEnd,
-    TokenDelta,
-)
+from serve_app.base.values.adapters import Adapters
+from serve_app.base.values.answers import Accepted, FinishReason, SequenceEnd, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.channel.listener import IncomingCall
 from serve_app.channel.sender import Channels
 from serve_app.engine import Engine

@@ -11,7 +11,13 @@ import prometheus_client
 import pytest
 
 from serve_app.base import metrics
-from serve_app.base.types import GAP_BOUNDARIES_S, FinishReason, SequenceEnd, Timings, Usage
+from serve_app.base.values.answers import (
+    GAP_BOUNDARIES_S,
+    FinishReason,
+    SequenceEnd,
+    Timings,
+    Usage,
+)
 from serve_app.cluster.process import use_rays_exporter
 from serve_app.engine.metrics.stats import CacheStats, EngineStats, PictureStats, QueueStats
 from serve_app.engine.metrics.trace import Trace

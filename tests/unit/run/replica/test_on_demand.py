@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import ConfigError, EngineUnavailableError
-from serve_app.base.types import Asleep, ReplicaRecords
+from serve_app.base.values.replicas import Asleep, ReplicaRecords
 from serve_app.channel.protocol import Address
 from serve_app.config.resolved import OnDemandSettings
 from serve_app.run.replica import on_demand

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from serve_app.base.types import SHARED_GROUP, AdapterUse
+from serve_app.base.values.adapters import SHARED_GROUP, AdapterUse
 from serve_app.channel.blocks import Inventory, chain, request_key, turn_key
 from serve_app.channel.score import Report
 from serve_app.engine import CachedPrefixes, EngineStats, SlotStats

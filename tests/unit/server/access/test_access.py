@@ -14,7 +14,7 @@ import yaml
 from serve_app.apis.embeddings import preparation as embeddings
 from serve_app.apis.page.snapshot import difference, without_requests
 from serve_app.base.errors import CorralError, DecodeError, EngineUnavailableError, QueueFullError
-from serve_app.base.types import RequestRecord
+from serve_app.base.values.replicas import RequestRecord
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access import auth
 from serve_app.server.access.bodies import BodyLimits

@@ -15,15 +15,15 @@ import yaml
 from starlette.datastructures import Headers
 
 from serve_app.base.errors import CorralError, DeadlineError, InvalidRequestError
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     Accepted,
     FinishReason,
-    RequestRecord,
     SequenceEnd,
     Timings,
     TokenDelta,
     Usage,
 )
+from serve_app.base.values.replicas import RequestRecord
 from serve_app.config.schema import IngressConfig
 from serve_app.server.access import api_keys, bodies
 from serve_app.server.access.auth import secret_of

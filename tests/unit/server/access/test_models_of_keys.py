@@ -14,7 +14,8 @@ from fastapi import FastAPI
 
 from serve_app.apis.llama_server import routes as llama_routes
 from serve_app.apis.page import broadcaster
-from serve_app.base.types import AdapterUse, ReplicaStats
+from serve_app.base.values.adapters import AdapterUse
+from serve_app.base.values.replicas import ReplicaStats
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.server.access.auth import BATCH_LINE
 from serve_app.server.http.request_context import Caller

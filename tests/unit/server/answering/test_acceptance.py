@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from serve_app.base.errors import QueueFullError
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.server.answering import streaming
 from serve_app.server.model_registry import ServedModel
 from tests.unit.server.harness import HELLO, N_CTX_SLOT, ByteTokenizer

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serve_app.base.errors import QueueFullError
-from serve_app.base.types import FinishReason, TokenDelta, TokenLogprobs
+from serve_app.base.values.answers import FinishReason, TokenDelta, TokenLogprobs
 from tests.unit.server.harness import END, HELLO, ByteTokenizer, ScriptedEngine, chat, events
 
 LIKELY = [

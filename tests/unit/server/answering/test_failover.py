@@ -16,15 +16,15 @@ from serve_app.base.errors import (
     QueueFullError,
 )
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import (
+from serve_app.base.values.answers import (
     Accepted,
     FinishReason,
-    GenerationRequest,
     SequenceEnd,
     Timings,
     TokenDelta,
     Usage,
 )
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.server.answering.failover import retry, unbroken
 
 TEXT = "hello world"

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.base.types import Usage
+from serve_app.base.values.answers import Usage
 from tests.unit.server.answering.test_tools import CALL, CUT, WEATHER, script
 from tests.unit.server.harness import END, ByteTokenizer, ScriptedEngine, chat, events, takes
 

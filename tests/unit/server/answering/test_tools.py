@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.base.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.base.values.answers import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.prompt import grammars
 from serve_app.prompt.grammars import Dialect
 from serve_app.prompt.tool_calls import GENERIC, ToolFormat

@@ -12,7 +12,8 @@ import pytest
 from starlette.types import Message
 
 from serve_app.base.errors import DecodeError, EngineFailedError
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.config.schema import IngressConfig
 from serve_app.server.answering.answers import EventAnswer
 from serve_app.server.answering.failover import unbroken

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from serve_app.base.types import SHARED_GROUP
+from serve_app.base.values.adapters import SHARED_GROUP
 from serve_app.config.keys import ApiKey
 from serve_app.server.http.request_context import Caller
 from serve_app.server.usage.accounts import KeyAccount

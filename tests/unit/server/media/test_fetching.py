@@ -16,7 +16,7 @@ from PIL import Image
 
 from serve_app.apis.openai import preparation
 from serve_app.base.errors import InvalidRequestError, PicturesWantedError
-from serve_app.base.types import Picture
+from serve_app.base.values.media import Picture
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.server.http.dependencies import Bodies
 from serve_app.server.media.decoder import MediaDecoder

@@ -27,7 +27,7 @@ from serve_app.base.errors import (
     MediaError,
     PicturesWantedError,
 )
-from serve_app.base.types import MEDIUM, Picture
+from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.server.answering.preparation import Generation, PromptLength
 from serve_app.server.answering.streaming import n_tokens

@@ -17,7 +17,7 @@ from serve_app.apis.llama_server import preparation as llama_server
 from serve_app.apis.openai import preparation as openai
 from serve_app.apis.responses import preparation as responses
 from serve_app.base.errors import CorralError, InvalidRequestError, MediaError
-from serve_app.base.types import MEDIUM, SAMPLE_RATE, Sound
+from serve_app.base.values.media import MEDIUM, SAMPLE_RATE, Sound
 from serve_app.prompt.tokenizer import Tokenizer
 from serve_app.server.answering.preparation import Generation
 from serve_app.server.media import decoder

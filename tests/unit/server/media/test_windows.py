@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serve_app.base.errors import InvalidRequestError
-from serve_app.base.types import SAMPLE_RATE
+from serve_app.base.values.media import SAMPLE_RATE
 from serve_app.server.media.windows import LEAST_S, MOST_S, Window, WindowGroup, group
 from tests.unit.server.media.test_sounds import MP3_FRAME, wav
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_app.base.errors import KeyLimitError, NoRoomError, PermissionDeniedError, RateLimitError
-from serve_app.base.types import Deadline
+from serve_app.base.values.requests import Deadline
 from serve_app.config.keys import ApiKey
 from serve_app.server.http.request_context import RETRY_S, Caller
 from serve_app.server.usage import ledger as ledgers

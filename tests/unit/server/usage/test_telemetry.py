@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanKind
 
 from serve_app.apis import api
 from serve_app.base.errors import ConfigError
-from serve_app.base.types import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
+from serve_app.base.values.answers import FinishReason, SequenceEnd, Timings, TokenDelta, Usage
 from serve_app.config.schema import IngressConfig
 from serve_app.server.model_registry import ServedModel
 from serve_app.server.usage import telemetry

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from serve_app.base.errors import EngineFailedError, QueueFullError
-from serve_app.base.types import Accepted, GenerationRequest, TokenDelta
+from serve_app.base.values.answers import Accepted, TokenDelta
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.config.schema import IngressConfig, PriceConfig
 from serve_app.server.model_registry import ServedModel
 from serve_app.server.usage.ledger import Ledger

@@ -30,7 +30,8 @@ from serve_app.base.errors import (
     PromptTooLongError,
     QueueFullError,
 )
-from serve_app.base.types import AdapterUse, Medium, Picture, Sound
+from serve_app.base.values.adapters import AdapterUse
+from serve_app.base.values.media import Medium, Picture, Sound
 from serve_app.channel.protocol import frame_body
 from serve_app.config.defaults import ModelDefaults
 from serve_app.kernels.llama.vision.senses import Senses

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_app.base.types import Sampled
+from serve_app.base.values.answers import Sampled
 from serve_app.engine.core.scheduler.scheduler import Scheduler
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.core.step_budget import StepBudget

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.base.sampling import SamplingParams
-from serve_app.base.types import GenerationRequest, Sampled, TokenLogprobs
+from serve_app.base.values.answers import Sampled, TokenLogprobs
+from serve_app.base.values.requests import GenerationRequest
 from serve_app.engine.backends.base import Row
 from serve_app.engine.cache.packing import token_array
 from serve_app.engine.core.scheduler.batch import Batch

@@ -1,0 +1,1 @@
+"""The values that cross the handle between ingress and engine."""
