@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Ray Serve cancels calls only of requests that came by its proxies, and `cancel()` of a call that nobody awaits does nothing.
+# Ray Serve cancels the call of a request whose client left. It does not cancel a call whose awaiting task is cancelled.
 #
 # Version: ray 2.60.0 (PyPI)
 # Behaviour: A deployment calls another one. If the client of Serve's proxy leaves, the call is cancelled. If a task that
-# awaits a call is cancelled, as in a replica that listens itself, the call goes on. `DeploymentResponse.cancel()` ends a
-# call that was awaited. It does nothing if a replica has taken the call and nobody has awaited it since.
+# awaits a call is cancelled, as in a replica that listens itself, the call goes on to its end.
+# `DeploymentResponse.cancel()` cancels it.
 # Seen:
+#   a task that awaits it is cancelled: the call goes on to its end
+#   cancel(): the call is cancelled
+#   the client of a proxy leaves: the call is cancelled
 set -euo pipefail
 packages="ray[serve]==2.60.0"
 [ -z "${NEWEST-}" ] || packages="ray[serve]"
@@ -59,12 +62,10 @@ class Front:
 
     async def act(self):
         task = asyncio.create_task(self.call("a task that awaits it is cancelled"))
-        response = self.worker.work.remote("cancel(), and nobody awaits it")
-        awaited = self.worker.work.remote("cancel(), and a task awaits it")
+        awaited = self.worker.work.remote("cancel()")
         waiting = asyncio.ensure_future(self.outcome(awaited))
         await asyncio.sleep(2)
         task.cancel()
-        response.cancel()
         awaited.cancel()
         await asyncio.wait([task, waiting])
 

@@ -15,17 +15,17 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2511,
+    "base": 2541,
     "channel": 1387,
     "config": 1391,
     "kernels": 6771,
-    "store": 1417,
+    "store": 1418,
     "prompt": 5989,
-    "engine": 12196,
+    "engine": 12217,
     "server": 9892,
     "apis": 10617,
     "run": 5151,
-    "cluster": 1490,
+    "cluster": 1491,
     "cli": 3891,
     "plugins": 1588,
 }

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 from loadtests.hostile.attack import ALONE, MOST_BODY_BYTES, Attack, Bars
@@ -253,9 +254,9 @@ def _oversized(scene: Scene) -> None:
             )
 
 
-_IN = "Ten newcomers with a key are all answered, again and again."
-_CROWD = Bars(pause_s=1.0)
+_CROWD = Bars(ttft_factor=None, pause_s=1.0)
 """Requests that come in one moment are answered in turn, and all come from one address here."""
+_IN = "Ten newcomers with a key are all answered, again and again."
 _ALONE = tuple(
     Attack(
         name=name,
@@ -315,34 +316,34 @@ _SLOW = tuple(
             "slow bodies",
             "1,000 POSTs with a key, a byte a second.",
             partial(_slow_bodies, path="/v1/completions", key="mallory"),
-            Bars(),
+            _CROWD,
         ),
         (
             "slow bodies without a key",
             "1,000 POSTs without a key, a byte a second.",
             partial(_slow_bodies, path="/v1/completions", key=None),
-            Bars(),
+            _CROWD,
         ),
         (
             "slow bodies for /health",
             "1,000 POSTs to /health, which needs no key, a byte a second.",
             partial(_slow_bodies, path="/health", key=None),
-            Bars(),
+            _CROWD,
         ),
-        ("slow headers", "1,000 requests whose headers do not end.", _slow_heads, Bars()),
-        ("silent connections", "1,000 connections on which nothing is sent.", _silent, Bars()),
+        ("slow headers", "1,000 requests whose headers do not end.", _slow_heads, _CROWD),
+        ("silent connections", "1,000 connections on which nothing is sent.", _silent, _CROWD),
         (
             "large bodies",
             f"{N_LARGE} bodies of 8 MiB, but for their last byte.",
             _large_bodies,
             Bars(memory_mib=HELD_MIB),
         ),
-        ("half-closed", "1,000 bodies that end in the middle, half-closed.", _half_closed, Bars()),
+        ("half-closed", "1,000 bodies that end in the middle, half-closed.", _half_closed, _CROWD),
         (
             "come and go",
             "50 clients who leave as soon as they have asked, again and again.",
             _come_and_go,
-            Bars(itl_factor=2.0),
+            replace(_CROWD, itl_factor=2.0),
         ),
         (
             "cut streams",

@@ -66,6 +66,8 @@ class Forecast:
     """The part of `work_s` that is missing of prompts."""
     work_by_client: Mapping[str, float] = field(default_factory=dict)
     """The work of each account: of clients, and of what each has in the background."""
+    prefill_by_client: Mapping[str, float] = field(default_factory=dict)
+    """The part of `work_by_client` that is missing of prompts."""
     background_s: float = 0.0
     alone_token_s: float = 0.0
     """Seconds of a generated token without others."""
@@ -80,16 +82,19 @@ class Forecast:
     def expect(
         self, sequence: Sequence, live: Mapping[str, int], arrived: Iterable[Sequence]
     ) -> Expected:
-        """The forecast for a sequence of a client behind all that `live` and `arrived` have: see `wait_s`.
-        A sequence in the background waits for all others besides."""
+        """The forecast for a sequence of a client: see `wait_s`. Prompts take turns as requests do. A
+        sequence in the background waits for all that `live` and `arrived` have."""
         account, n_live = sequence.request.account, sum(live.values())
         prompt_s, _ = self.parts_of([sequence])
         if sequence.is_behind:
-            others_s = self.work_s + self.background_s + sum(self.parts_of(arrived))
+            arrived_s = self.parts_of(arrived)
+            others_s = self.work_s + self.background_s + sum(arrived_s)
             wait_s = slot_wait_s(others_s, n_live, self.n_slots)
+            prefill_s = self.prefill_s + arrived_s[0]
         else:
             wait_s = self.wait_s(account, live, arrived)
-        prefill_s = self.prefill_s + self.parts_of(arrived)[0]
+            n_ahead = _count_ahead(account, live)
+            prefill_s = self._part_s(n_ahead, live, arrived, of_prompts=True)
         slowed = max(self.crowding, crowding_by_load(n_live / self.n_slots))
         before_s = first_token_s(wait_s, prefill_s, prompt_s, slowed)
         n_left, alone_s = self._n_left(sequence), self.alone_token_s
@@ -131,8 +136,7 @@ class Forecast:
         """Seconds that the client's next request waits for a slot, as clients take turns. It is behind all
         its own, and of each other client's behind as many and one. `live` are requests by client; of them,
         `arrived` are not in `work_s` yet."""
-        n_turns = live.get(client, 0) + 1
-        n_ahead = {other: min(n, n_turns) for other, n in live.items()}
+        n_ahead = _count_ahead(client, live)
         work_s = self._part_s(n_ahead, live, arrived)
         return slot_wait_s(work_s, sum(n_ahead.values()), self.n_slots)
 
@@ -146,14 +150,25 @@ class Forecast:
         return max(1, math.ceil(self._part_s(n_ahead, live, arrived) / max(1, n_ends)))
 
     def _part_s(
-        self, counts: Mapping[str, int], live: Mapping[str, int], arrived: Iterable[Sequence]
+        self,
+        counts: Mapping[str, int],
+        live: Mapping[str, int],
+        arrived: Iterable[Sequence],
+        *,
+        of_prompts: bool = False,
     ) -> float:
-        """The work of so many requests of each client, of those that are live."""
-        work = dict(self.work_by_client)
+        """The work of so many requests of each client, of those that are live, or of their prompts."""
+        work = dict(self.prefill_by_client if of_prompts else self.work_by_client)
         for sequence in arrived:
-            client = sequence.request.account
-            work[client] = work.get(client, 0.0) + sum(self.parts_of([sequence]))
+            client, (prompt_s, answer_s) = sequence.request.account, self.parts_of([sequence])
+            work[client] = work.get(client, 0.0) + prompt_s + (0.0 if of_prompts else answer_s)
         return sum(work.get(client, 0.0) * n / live[client] for client, n in counts.items())
+
+
+def _count_ahead(client: str, live: Mapping[str, int]) -> dict[str, int]:
+    """The requests of each client that go before the next one of this client."""
+    n_turns = live.get(client, 0) + 1
+    return {other: min(n, n_turns) for other, n in live.items()}
 
 
 class ForecastErrors:
@@ -250,13 +265,15 @@ class Backlog:
 
     def forecast(self, live: Iterable[Sequence], crowding: float = 1.0) -> Forecast:
         """The forecast over these sequences, of which streams slow prompts down by that factor."""
-        idle, work, live = self._forecast, dict[str, float](), list(live)
+        idle, live = self._forecast, list(live)
+        work, prefill = dict[str, float](), dict[str, float]()
         n_left = (idle._n_left(sequence) for sequence in live if sequence.trace.admitted)
         first_end_s = min(n_left, default=0.0) * self._n_slots * idle.token_s
         work_s = prefill_s = background_s = 0.0
         for sequence in live:
             client, (prompt_s, answer_s) = sequence.request.account, idle.parts_of([sequence])
             work[client] = work.get(client, 0.0) + prompt_s + answer_s
+            prefill[client] = prefill.get(client, 0.0) + prompt_s
             if sequence.request.background:
                 background_s += prompt_s + answer_s
             else:
@@ -267,6 +284,7 @@ class Backlog:
             work_s=work_s,
             prefill_s=prefill_s,
             work_by_client=work,
+            prefill_by_client=prefill,
             background_s=background_s,
             first_token=self._first_tokens.correction,
             end=self._ends.correction,

@@ -157,6 +157,18 @@ def test_a_first_token_is_forecast_behind_prompts_and_full_slots() -> None:
     assert full.first_token_s == pytest.approx(full.wait_s + 2 * 0.5 + 0.08)
 
 
+def test_a_first_token_waits_for_one_prompt_of_a_client_that_has_many() -> None:
+    backlog, new = Backlog(COSTS, n_slots=8), waiting(101, 10, "b")
+    one = backlog.forecast([waiting(101, 1, "a")]).expect(new, {"a": 1}, [])
+    many, arrived = [waiting(101, 1, "a")] * 5, [waiting(101, 1, "a")]
+    behind = backlog.forecast(many).expect(new, {"a": 6}, arrived)
+    crowded = max(1.0, behind.first_token_s / one.first_token_s)
+    assert behind.wait_s == 0
+    assert crowded < 2, "streams slow a prompt down, and five more of a client's prompts do not"
+    own = backlog.forecast(many).expect(waiting(101, 10, "a"), {"a": 6}, arrived)
+    assert own.first_token_s > 3 * behind.first_token_s
+
+
 def test_what_is_cached_is_not_forecast_to_be_computed() -> None:
     new = waiting(101, 10)
     new.n_likely_cached = 80
