@@ -11,19 +11,20 @@
 #   the client of a proxy leaves: the call is cancelled
 set -euo pipefail
 packages="ray[serve]==2.60.0"
-[ -z "${NEWEST-}" ] || packages="ray[serve]"
+[ -z "${NEWEST-}" ] || packages=$(sed 's/==[^ ]*//g' <<< "$packages")
 
 own=$(realpath "$0")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-python3 -m venv env
-env/bin/pip install --quiet "$packages" > log 2>&1 || { cat log; exit 2; }
+python3 -m venv --without-pip env &&
+	python3 -m pip --python env/bin/python install -qq --no-compile $packages || exit 2
 
 cat > calls.py <<'PYTHON'
 import asyncio
 import contextlib
 import http.client
+import os
 import socket
 import time
 
@@ -76,7 +77,14 @@ class Front:
 
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
-ray.init(address="local", include_dashboard=False, num_cpus=4, logging_level="error", log_to_driver=False)
+ray.init(
+    address="local",
+    include_dashboard=False,
+    num_cpus=4,
+    logging_level="error",
+    log_to_driver=False,
+    _temp_dir=os.getcwd(),
+)
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 front = serve.run(Front.bind(Worker.bind()))
 client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "findings").iterdir())
 TABLE = (ROOT / "docs/develop/surprises.md").read_text()
-PIN = re.compile(r"@?[\w./-]+(==|=|@)(?P<version>\d[\w.+~:-]*)")
+PIN = re.compile(r"@?[\w./\[\]-]+(==|=|@)(?P<version>\d[\w.+~:-]*)")
 """A package and its version, as PyPI, Debian and npm have it."""
 MOST_SECONDS = 120
 
