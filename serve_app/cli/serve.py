@@ -34,12 +34,12 @@ from serve_app.cli.config_file import ServeOptions
 from serve_app.cli.outlet import Outlet
 from serve_app.cli.screen import Screen, Served
 from serve_app.run import preflight
+from serve_app.run.program import DRAIN_S
 
 NOWHERE_ELSE: Mapping[str, str | int] = {}
 _LOOK_EVERY_S, _CLOSE_S = 0.2, 2.0
-_DRAIN_S, _END_S = 600.0, 60.0
-"""The longest time that running answers have when the server is stopped, if the configuration says nothing,
-and that its processes have then."""
+_END_S = 60.0
+"""The longest time that the server's processes have to end, when running answers have."""
 _LOG_BYTES, _LOG_FILES = 10 * 2**20, 5
 _REMOTE = {"repo", "repo_id", "url"}
 """Fields of a source that name something to download."""
@@ -216,7 +216,7 @@ class _Server:
         host, port = _address(content)
         key_file = ingress.get("api_key_file")
         drain_s = (ingress.get("serve") or {}).get("graceful_shutdown_timeout_s")
-        self._end_s = _END_S + (_DRAIN_S if drain_s is None else float(drain_s))
+        self._end_s = _END_S + (DRAIN_S if drain_s is None else float(drain_s))
         self._served = Served(
             host=host,
             port=port,

@@ -21,7 +21,6 @@ import importlib
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -70,15 +69,6 @@ def _http_options(content: Content) -> dict[str, Any]:
 
 def _args(content: Content) -> list[dict[str, Any]]:
     return [one.get("args") or {} for one in content.get("applications") or []]
-
-
-def free_ports(n: int) -> list[int]:
-    """Find `n` ports that no process listens at."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def prepare_environment(content: Content) -> None:

@@ -21,6 +21,7 @@ from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, IngressConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, ProjectorFile
 from serve_app.prompt.tokenizer import forget_tokenizers
+from serve_app.run.program import DRAIN_S
 from serve_app.server.access.turnstile import OpenRequests
 from serve_app.server.adapters import AdapterControl, number_adapters
 from serve_app.server.handle_client import HandleClient
@@ -34,8 +35,6 @@ from serve_app.store.shared_entries import LoadedAdapters
 
 logger = logging.getLogger("corral.ingress")
 
-DRAIN_S = 600.0
-"""The longest time that running answers have to end, unless `graceful_shutdown_timeout_s` says another."""
 _LOOK_EVERY_S = 5.0
 """However a change that ingresses share was missed, it is known here after so long."""
 

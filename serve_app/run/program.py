@@ -23,6 +23,8 @@ Content = Mapping[str, Any]
 KEEP_ALIVE_S = 620
 """Longer than proxies keep connections, or they would send requests on ones that end: Caddy 120 s, Google's
 load balancers 600 s."""
+DRAIN_S = 600.0
+"""The longest time that running answers have to end, unless `graceful_shutdown_timeout_s` says another."""
 OWN_HTTP_OPTIONS = {"host", "port", "keep_alive_timeout_s"}
 """The fields of Serve's `http_options` that an ingress needs to listen itself."""
 _LOCATIONS = ("Disabled", "HeadOnly", "EveryNode")

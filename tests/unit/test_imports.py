@@ -26,7 +26,7 @@ BUDGETS = {
     "apis": 10617,
     "run": 5151,
     "cluster": 1491,
-    "cli": 3891,
+    "cli": 3893,
     "plugins": 1588,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own

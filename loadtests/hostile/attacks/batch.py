@@ -122,12 +122,6 @@ def _slow_readers(scene: Scene) -> None:
         scene.note(HELD, len(wires))
 
 
-def _one_file(scene: Scene) -> None:
-    """A file: the first one starts the process that keeps them."""
-    uploaded(scene, line(0))
-    scene.sleep(scene.left_s())
-
-
 def one_stored(scene: Scene) -> None:
     """A response that is kept: the first one starts the process that keeps them."""
     scene.post(RESPONSES, {"input": "the fox", "max_output_tokens": 1})
@@ -152,6 +146,7 @@ def _stored(scene: Scene) -> None:
 
 
 _Act = Callable[[Scene], None]
+_BESIDE = {"kept responses": one_stored}
 _KINDS: tuple[tuple[str, str, str, float, _Act, Bars], ...] = (
     (
         "nested lines",
@@ -201,7 +196,7 @@ ATTACKS = tuple(
         what=what,
         expects=expects,
         act=partial(act),
-        beside=one_stored if act is _stored else _one_file,
+        beside=_BESIDE.get(name),
         seconds=seconds,
         least_s=min(seconds, 18.0),
         bars=bars,

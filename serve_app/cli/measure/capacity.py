@@ -18,6 +18,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,6 @@ from serve_app.cli.measure.outcomes import (
     heard,
 )
 from serve_app.cli.measure.users import Ask, Setting, kind_of, parse_mix, user, with_body
-from serve_app.cluster.one_machine import free_ports
 
 UNITS = {"ttft": "s", "itl": "ms", "e2e": "s"}
 SILENCE_S = 300.0
@@ -262,7 +262,9 @@ def table(held: Sequence[Held], bounds: Mapping[str, float]) -> str:
 def run_server(config: Path) -> Iterator[str]:
     """The URL of a server with this configuration of Serve, as `corral serve` starts it, on a free port of
     loopback, until the block ends. Raises LoadError if it does not start."""
-    (port,) = free_ports(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     address = {"http_options": {"host": "127.0.0.1", "port": port}}
     try:
         content = {**yaml.safe_load(config.read_text()), **address}

@@ -182,10 +182,10 @@ def _sockets(host: str, port: int) -> list[socket.socket] | None:
     """The sockets to listen on, where uvicorn would not listen to IPv4 and IPv6; else None."""
     if host != "::" or not socket.has_dualstack_ipv6():
         return None
-    address = host, port
-    return [
-        socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
-    ]
+    from serve_app.run.local.http import BACKLOG
+
+    address, family = (host, port), socket.AF_INET6
+    return [socket.create_server(address, family=family, dualstack_ipv6=True, backlog=BACKLOG)]
 
 
 def _reserved_cpus(configured: ModelConfig, model: ResolvedModel) -> float:
