@@ -23,7 +23,7 @@ BUDGETS = {
     "prompt": 5989,
     "engine": 12217,
     "server": 9892,
-    "apis": 10617,
+    "apis": 10626,
     "run": 5151,
     "cluster": 1491,
     "cli": 3893,

@@ -272,7 +272,15 @@ class BatchExecution:
             await asyncio.wait([working])
             await asyncio.shield(self._do(self._journal.close))
             raise
-        await self._do(self._journal.delete)
+
+    async def _conclude(self, conclude: Callable[..., None], *arguments: Any) -> None:
+        """End the batch and remove its journal in one call of its thread, which no cancelling divides."""
+
+        def conclude_and_delete() -> None:
+            conclude(self._batch.id, *arguments)
+            self._journal.delete()
+
+        await self._do(conclude_and_delete)
 
     def _end(self) -> str:
         """The status with which the batch ends before it is done; empty if it goes on."""
@@ -290,10 +298,10 @@ class BatchExecution:
             if is_checked and not (errors or (await self._do(self._journal.counts))[0]):
                 errors = [LineError(code="empty_file", message="The file has no lines.")]
             if errors:
-                await self._do(store.fail, batch.id, errors)
+                await self._conclude(store.fail, errors)
                 return
             if not is_checked:
-                await self._do(store.finish, batch.id, self._end(), {}, (0, 0, 0))
+                await self._conclude(store.finish, self._end(), {}, (0, 0, 0))
                 return
             if self._status == "validating":
                 moved = await self._do(store.move, batch.id, "validating", "in_progress")
@@ -304,7 +312,7 @@ class BatchExecution:
         if end != "cancelled":
             await self._do(store.move, batch.id, "in_progress", "finalizing")
         made = await self._do(self._journal.export)
-        await self._do(store.finish, batch.id, end, made, await self._do(self._journal.counts))
+        await self._conclude(store.finish, end, made, await self._do(self._journal.counts))
 
     # -- the file ---------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class BatchJournal:
         """`source` is the batch's input file. Raises OSError and sqlite3.Error, like all methods."""
         self._path = folder / f"{batch_id}.sqlite"
         self._folder, self._batch_id = folder, batch_id
-        self._input = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        self._input = source.open("rb", buffering=0)
         try:
             make_private(self._path)
             self._db = sqlite3.connect(
@@ -75,12 +75,13 @@ class BatchJournal:
             )
             self._db.executescript(_SCHEMA)
         except BaseException:
-            os.close(self._input)
+            self._input.close()
             raise
 
     def close(self) -> None:
+        """Close both files. A second call does nothing."""
         self._db.close()
-        os.close(self._input)
+        self._input.close()
 
     def delete(self) -> None:
         self.close()
@@ -102,9 +103,9 @@ class BatchJournal:
         start, n, is_all = self._read_progress()
         if is_all:
             return None
-        data = os.pread(self._input, CHUNK_BYTES, start)
+        data = os.pread(self._input.fileno(), CHUNK_BYTES, start)
         while data and b"\n" not in data and len(data) <= MAX_BODY_BYTES:
-            more = os.pread(self._input, CHUNK_BYTES, start + len(data))
+            more = os.pread(self._input.fileno(), CHUNK_BYTES, start + len(data))
             data += more
             if not more:
                 return LineChunk(start, n, data)
@@ -159,7 +160,7 @@ class BatchJournal:
         return [BatchLine(*row) for row in rows]
 
     def body(self, line: BatchLine) -> bytes:
-        return os.pread(self._input, line.size, line.start)
+        return os.pread(self._input.fileno(), line.size, line.start)
 
     # -- the results ------------------------------------------------------------------------------
 

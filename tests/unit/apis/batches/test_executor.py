@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -191,6 +192,28 @@ async def test_openais_own_client(server: Server) -> None:
         assert listed == [batch_id]
         names = {one.filename async for one in client.files.list(purpose="batch_output")}
         assert names == {f"{batch_id}_output.jsonl"}
+    assert list((server.folder / "batches" / "runs").iterdir()) == []
+
+
+async def test_a_process_that_ends_with_a_batch_leaves_no_journal(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends after the batch has got its status, and before the next line of code runs."""
+    leaving, finish, close = threading.Event(), BatchStore.finish, executors.DiskRoom.close
+
+    def finish_and_wait(*arguments: Any) -> None:
+        finish(*arguments)
+        assert leaving.wait(30)
+
+    def close_and_tell(room: executors.DiskRoom) -> None:
+        leaving.set()
+        close(room)
+
+    monkeypatch.setattr(BatchStore, "finish", finish_and_wait)
+    monkeypatch.setattr(executors.DiskRoom, "close", close_and_tell)
+    async with server.process() as client:
+        batch = await ended(client, await begin(client, [line("q")]))
+        assert batch.status == "completed"
     assert list((server.folder / "batches" / "runs").iterdir()) == []
 
 
