@@ -18,11 +18,11 @@ imports while Ray's processes start, and the application is deployed while Serve
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import resource
 import signal
 import sys
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from serve_app.cluster.keeper import STOPPING, Keeper, RayLogs
 from serve_app.run import preflight
 from serve_app.run.program import (
     KEEP_ALIVE_S,
@@ -83,15 +84,16 @@ def prepare_environment(content: Content) -> None:
 def start_ray() -> None:
     """Start a Ray of its own, whatever other Ray this machine runs. Enter `prepare_environment` before.
 
-    Two of Ray's Python processes are left out: the dashboard, and the autoscaler's monitor, which has no
-    machine to add. Ray would wait for them, and they would take memory and time as long as it runs.
+    Three of Ray's Python processes are left out: the dashboard, the log monitor, and the autoscaler's
+    monitor. `keeper` reads the logs, and there is no machine to add. Ray would wait for the three, and they
+    would take memory and time as long as it runs.
     """
     import ray
     from ray._private.node import Node
 
-    for method in ("start_api_server", "start_monitor"):
+    for method in ("start_api_server", "start_monitor", "start_log_monitor"):
         setattr(Node, method, _nothing)
-    ray.init("local", namespace="serve", include_dashboard=False)
+    ray.init("local", namespace="serve", include_dashboard=False, log_to_driver=False)
 
 
 def _nothing(_node: Any, **_options: Any) -> None:
@@ -124,11 +126,11 @@ def _serve(config: Path, content: Content, events: int | None) -> None:
     with ThreadPoolExecutor(1) as beside, ExitStack() as stack:
         importing = beside.submit(importlib.import_module, "serve_app.app")  # and with it Serve
         start_ray()
-        (node,) = ray.nodes()  # type: ignore[no-untyped-call]
-        target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-        stack.enter_context(discoverable(_http_options(content).get("port", 8000), target))
+        keeper = _keeper(ray.nodes()[0], _http_options(content).get("port", 8000), events)  # type: ignore[no-untyped-call]
+        stack.enter_context(discoverable(keeper.port, keeper.metrics))
+        logs = stack.enter_context(keeper.logs.following())
         importing.result()
-        tell(events, "logs", _session_folder())
+        tell(events, "logs", str(keeper.logs.folder.parent))
         from ray import serve
 
         signal.signal(signal.SIGINT, _stop)
@@ -136,16 +138,41 @@ def _serve(config: Path, content: Content, events: int | None) -> None:
         try:
             tell(events, "serve")
             problem = _deploy(config, content, beside, events) or _follow()
-            if problem is not None:
-                tell(events, "failed", problem)
-                sys.exit(1)
-            tell(events, "running")
-            threading.Event().wait()
+            if problem is None:
+                tell(events, "running")
+                logs.close()
+                keeper.replace_program()
+            tell(events, "failed", problem)
+            sys.exit(1)
         except KeyboardInterrupt:
-            print("Shutting down: running answers may end first.", flush=True)
+            print(STOPPING, flush=True)
             _drain()
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _keeper(node: dict[str, Any], port: int, events: int | None) -> Keeper:
+    from ray._private import worker
+
+    started: Any = worker._global_node
+    return Keeper(
+        started.gcs_address,
+        {name: started.all_processes[name][0].process.pid for name in ("raylet", "gcs_server")},
+        port,
+        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}",
+        RayLogs(Path(started.get_logs_dir_path())),
+        has_parent=events is not None,
+    )
+
+
+def end(address: str) -> None:
+    """End Serve in the Ray whose head has this address, for `keeper`, in a process of its own."""
+    import ray
+    from ray import serve
+
+    ray.init(address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR)
+    _drain()
+    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _drain() -> None:
@@ -156,13 +183,6 @@ def _drain() -> None:
     for name in serve.status().applications:
         with suppress(TimeoutError):  # Serve waits for a minute at most
             serve.delete(name)
-
-
-def _session_folder() -> str:
-    from ray._private import worker
-
-    node: Any = worker._global_node
-    return str(node.get_session_dir_path())
 
 
 def _deploy(

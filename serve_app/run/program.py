@@ -69,7 +69,7 @@ def arguments(module: str, about: str | None) -> argparse.Namespace:
     parser.add_argument("--events", type=int, metavar="FD")
     args = parser.parse_args()
     if args.events is not None:
-        threading.Thread(target=_watch_parent, daemon=True).start()
+        threading.Thread(target=watch_parent, daemon=True).start()
     return args
 
 
@@ -98,7 +98,8 @@ def tell(events: int | None, kind: str, text: str = "") -> None:
         print("The server is running.", flush=True)
 
 
-def _watch_parent() -> None:
+def watch_parent() -> None:
+    """Wait for the end of standard input, and then for SIGTERM to end this process."""
     while os.read(0, 1):  # not by sys.stdin, whose lock would be held at the end
         pass
     os.kill(os.getpid(), signal.SIGTERM)

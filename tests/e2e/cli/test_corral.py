@@ -156,20 +156,41 @@ def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder
             "dashboard/dashboard.py",
             "autoscaler/v2/monitor.py",
             "_private/monitor.py",
+            "log_monitor.py",
         ):
             assert not processes.tagged(own_folder, program)
-        assert processes.tagged(own_folder, "log_monitor.py")
         for proxy in ("haproxy", "ray::HAProxyManager", "ray::ProxyActor"):
             assert not processes.tagged(own_folder, proxy)
         assert "(Ray's own)" in started.said
-        (starter,) = processes.tagged(own_folder, "serve_app.cluster.one_machine")
-        os.kill(starter, signal.SIGKILL)
+        wait_until(
+            lambda: not processes.tagged(own_folder, "serve_app.cluster.one_machine"),
+            START_TIMEOUT_S,
+            lambda: started.said,
+        )
+        lines = started.log.read_text().splitlines()
+        assert any(line.startswith("(ServeReplica:corral:Ingress pid=") for line in lines)
+        assert sum("Adding 1 replica" in line for line in lines) == 2  # each line once
+        (keeper,) = processes.tagged(own_folder, "serve_app.cluster.keeper")
+        os.kill(keeper, signal.SIGKILL)
         wait_until(
             lambda: not processes.tagged(own_folder, ""),
             servers.STOP_TIMEOUT_S + RAY_TELLS_S,
             lambda: str([processes.command_line(one) for one in processes.tagged(own_folder, "")]),
         )
         assert "The server has ended." in started.said
+    finally:
+        processes.stop(started.process, own_folder, servers.STOP_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_server_whose_raylet_is_gone_says_so_and_ends(own_folder: Path) -> None:
+    started = Started(own_folder, "--slots", "2", "--cluster")
+    try:
+        started.wait_for("Ctrl-C stops it.")
+        (raylet,) = processes.tagged(own_folder, "raylet/raylet")
+        os.kill(raylet, signal.SIGKILL)
+        assert started.process.wait(servers.STOP_TIMEOUT_S) == 1
+        assert "Ray's raylet has ended." in started.said
     finally:
         processes.stop(started.process, own_folder, servers.STOP_TIMEOUT_S)
 
