@@ -3,9 +3,9 @@
     python -m loadtests.load.idle [--seconds 60] [--serve-run | --ray-defaults]
 
 Starts what `corral serve --cluster` runs, with the built-in model on loopback, and waits until all is
-quiet. Prints each process's share of one core in that time, and their sum. With --serve-run, `serve run`
-with `serve_app/cluster/one-machine.env` instead (the proxy and dashboard of Ray); with --ray-defaults,
-without.
+quiet. Prints each process's share of one core in that time, its memory, and the sums. Memory is `Pss`, in
+whose sum a page of several processes counts once. With --serve-run, `serve run` with
+`serve_app/cluster/one-machine.env` instead (the dashboard of Ray); with --ray-defaults, without.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def percentages(
     return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 
+def proportional_mib(pid: int) -> float:
+    """The memory of a process; a page of several counts in parts. Source: proc(5), `smaps_rollup`."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**10
+
+
 def measured(directory: Path, seconds: float) -> dict[int, float]:
     """`percentages` of the server that has this directory, over so many seconds from now."""
     pids = tagged(directory)
@@ -76,8 +82,11 @@ def main() -> None:
         assert server.directory is not None  # it was started here
         time.sleep(_SETTLE_S)
         shares = measured(server.directory, args.seconds)
-        rows = [(short_name(command_line(pid)), f"{share:.2f}") for pid, share in shares.items()]
-    print(table(("process", "% of a core"), [*rows, ("all", f"{sum(shares.values()):.2f}")]))
+        memory = {pid: proportional_mib(pid) for pid in shares}
+        names = {pid: short_name(command_line(pid)) for pid in shares}
+    rows = [(names[pid], f"{share:.2f}", f"{memory[pid]:.0f}") for pid, share in shares.items()]
+    sums = ("all", f"{sum(shares.values()):.2f}", f"{sum(memory.values()):.0f}")
+    print(table(("process", "% of a core", "MiB"), [*rows, sums]))
 
 
 if __name__ == "__main__":

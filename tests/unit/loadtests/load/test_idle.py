@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.common.processes import TAG
-from loadtests.load.idle import measured, percentages, short_name
+from loadtests.load.idle import measured, percentages, proportional_mib, short_name
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,13 @@ def test_shares_are_of_one_core_and_of_those_who_stayed() -> None:
     shares = percentages(before, after, 50)
     assert list(shares) == [2, 1]  # most first
     assert shares == {2: pytest.approx(2.0), 1: pytest.approx(1.0)}
+
+
+def test_memory_that_nobody_shares_counts_whole() -> None:
+    before = proportional_mib(os.getpid())
+    block = bytearray(os.urandom(2**26))
+    assert 60 < proportional_mib(os.getpid()) - before < 70
+    assert len(block) == 2**26
 
 
 def test_a_server_is_measured_by_its_directory(tmp_path: Path) -> None:
