@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from tests.e2e.server.test_auth import write_keys
 
 KEY = "sk-prometheus-0123456789"
 SHIPPED = ROOT / "cluster/monitoring"
+QUOTAS = Path("/sys/fs/cgroup/cpu")
+"""The first version of cgroups, where a test may make a group beside its own."""
 TIMEOUT_S = 60
 
 pytestmark = pytest.mark.skipif(
@@ -87,10 +91,15 @@ class Prometheus:
 
 
 @pytest.fixture
-def corral(gguf: Path) -> Iterator[Corral]:
+def engine() -> dict[str, int]:
+    return {"n_slots": 2, "n_ctx_slot": 512}
+
+
+@pytest.fixture
+def corral(gguf: Path, engine: dict[str, int]) -> Iterator[Corral]:
     with short_folder() as directory, settings({"XDG_CACHE_HOME": str(directory)}):
         keys = write_keys(directory, {"name": "prometheus", "key": KEY})
-        models = [model(gguf, "m", n_slots=2, n_ctx_slot=512)]
+        models = [model(gguf, "m", **engine)]
         server = Corral(directory, models, local=True, api_key_file=str(keys))
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         with stopped_at_the_end(server):
@@ -144,3 +153,112 @@ def test_alerts_fire_for_the_fault_and_clear(corral: Corral, prometheus: Prometh
     wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
     corral.process.send_signal(signal.SIGTERM)
     wait_until(lambda: prometheus.firing() == {"CorralDown"}, TIMEOUT_S, told)
+
+
+@contextmanager
+def asking(corral: Corral, n_clients: int, n_tokens: int) -> Iterator[None]:
+    """Clients that send one request after the other. They leave when the block ends."""
+    body = {"model": "m", "prompt": "Hello", "max_tokens": n_tokens, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    over = asyncio.Event()
+
+    async def repeat(http: httpx.AsyncClient) -> None:
+        while True:
+            refused = (await http.post("/v1/completions", json=body)).is_error
+            await asyncio.sleep(0.2 * refused)
+
+    async def ask() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(
+                base_url=corral.url, headers=headers, timeout=600, limits=limits
+            ) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            clients = [group.create_task(repeat(http)) for _ in range(n_clients)]
+            await over.wait()
+            for client in clients:
+                client.cancel()
+
+    with asyncio.Runner() as runner:
+        thread = threading.Thread(target=runner.run, args=(ask(),))
+        thread.start()
+        try:
+            yield
+        finally:
+            runner.get_loop().call_soon_threadsafe(over.set)
+            thread.join()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [{"n_slots": 1, "n_ctx_slot": 8192, "max_waiting": 100}])
+def test_alerts_of_overload_fire_and_clear(corral: Corral, prometheus: Prometheus) -> None:
+    """A hundred clients want what one slot does in a minute or more."""
+    alerts = {"CorralHighTTFT", "CorralHighBacklog"}
+
+    def told() -> str:
+        shown = ("ray_corral_backlog_seconds", "ray_corral_requests_total", "up")
+        return f"{prometheus.firing()} {[prometheus.samples(one) for one in shown]}"
+
+    wait_until(lambda: bool(prometheus.samples("ray_corral_backlog_seconds")), TIMEOUT_S, told)
+    wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
+    with asking(corral, 100, 4000):
+        wait_until(lambda: prometheus.firing() >= alerts, 3 * TIMEOUT_S, told)
+    wait_until(lambda: not prometheus.firing(), 3 * TIMEOUT_S, told)
+
+
+@pytest.mark.long
+def test_an_alert_of_pauses_fires_and_clears(corral: Corral, prometheus: Prometheus) -> None:
+    """Something stops the engine for more than a second, again and again."""
+
+    def told() -> str:
+        return f"{prometheus.firing()} {prometheus.samples('ray_corral_inter_token_latency_seconds_count')}"
+
+    (engine,) = processes.tagged(corral.directory, "serve_app.run.local.engine")
+    stream = {"model": "m", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            corral.http.post("/v1/completions", json=stream)
+
+    def stall() -> None:
+        while not ended.is_set():
+            os.kill(engine, signal.SIGSTOP)
+            ended.wait(1.3)
+            os.kill(engine, signal.SIGCONT)
+            ended.wait(0.02)
+
+    both = [threading.Thread(target=ask), threading.Thread(target=stall)]
+    for one in both:
+        one.start()
+    try:
+        wait_until(lambda: prometheus.firing() == {"CorralHighITL"}, 2 * TIMEOUT_S, told)
+    finally:
+        ended.set()
+        for one in both:
+            one.join()
+    wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.access(QUOTAS, os.W_OK), reason="no cgroup for CPU quotas here")
+def test_an_alert_of_a_quota_fires_and_clears(corral: Corral, prometheus: Prometheus) -> None:
+    (engine,) = processes.tagged(corral.directory, "serve_app.run.local.engine")
+    group = QUOTAS / f"corral-{engine}"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("10000")  # of a period of 100 ms
+        (group / "cgroup.procs").write_text(str(engine))
+        with asking(corral, 2, 1000):
+            wait_until(
+                lambda: "CorralCPUThrottled" in prometheus.firing(),
+                2 * TIMEOUT_S,
+                lambda: str(prometheus.samples("ray_corral_cpu_throttled_seconds_total")),
+            )
+            (group / "cpu.cfs_quota_us").write_text("-1")
+        wait_until(lambda: not prometheus.firing(), 2 * TIMEOUT_S, lambda: str(prometheus.firing()))
+    finally:
+        (QUOTAS / "cgroup.procs").write_text(str(engine))
+        group.rmdir()
