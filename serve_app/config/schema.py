@@ -114,8 +114,9 @@ class EngineConfig(Section):
     flash_attn: bool | Literal["auto"] = "auto"
     """Flash attention. `auto` takes what is measured to be faster, within `max_stall_ms`."""
     cache_type_k: CacheType = "f16"
-    """Format of the keys in the KV cache. Quantised formats take less memory and are less exact. OpenVINO
-    has `f16`, and `q8_0` or [`bf16`](openvino.md#attention-with-bf16) for keys and values alike."""
+    """Format of the keys in the KV cache. Quantised formats take less memory and are less exact. Fewer
+    than 8 bits [spoil some models](models.md#keys-and-values-of-fewer-bits). OpenVINO has `f16`, and
+    `q8_0` or [`bf16`](openvino.md#attention-with-bf16) for keys and values alike."""
     cache_type_v: CacheType = "f16"
     """Format of the values in the KV cache. A quantised one needs `flash_attn`. With OpenVINO, the same as
     `cache_type_k`."""

@@ -64,7 +64,10 @@ class Cors(CORSMiddleware):
 
 
 # What reverse proxies add. (nginx adds none of them unless it is told to, but asks by HTTP/1.0.)
-_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+_FORWARDED = (
+    *("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"),
+    "x-forwarded-proto",  # the only one that Envoy adds unless it is told to
+)
 
 
 @dataclass(frozen=True, slots=True)

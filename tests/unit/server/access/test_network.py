@@ -132,7 +132,8 @@ def test_other_addresses(server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["Forwarded", "Via", "X-Forwarded-For", "X_Forwarded_Host", "X_Real_IP"]
+    "header",
+    ["Forwarded", "Via", "X-Forwarded-For", "X_Forwarded_Host", "X_Real_IP", "X-Forwarded-Proto"],
 )
 def test_proxies_on_this_machine(header: str) -> None:
     told = {"host": "localhost", header: "10.0.0.9"}
