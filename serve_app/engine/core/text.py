@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from serve_app.base.sampling import SamplingParams
@@ -14,32 +14,53 @@ class Detokenizer:
 
     Bytes of an unfinished character wait for the rest; text that may be the beginning of a stop
     string waits until that is decided. Once `stop` is set, the text is complete. The time of a token
-    depends on the text that waits, and not on the number of stop strings.
+    depends on how many different lengths stop strings have, and not on their number.
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()) -> None:
         self._stop_strings = tuple(stop_strings)
         self._sorted_stops = _without_longer(sorted(stop_strings))
+        self._stops = frozenset(self._sorted_stops)
+        self._lengths = sorted({len(stop) for stop in self._stops}, reverse=True)
+        self._last = frozenset(stop[-1] for stop in self._stops)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        """Empty, or the beginning of a stop string without any stop string in it."""
         self.stop: str | None = None
 
     def push(self, piece: bytes) -> str:
         """Add one token's bytes; returns the text that is now certain."""
+        n_held = len(self._held)
         self._held += self._utf8.decode(piece)
-        cut = len(self._held)
-        for start in range(cut if self._sorted_stops else 0):
+        if not self._stops:
+            return self._show(len(self._held))
+        if (start := self._find_stop(n_held)) is not None:
             rest = self._held[start:]
-            # No stop begins with another: none stands between the text and a stop that begins it.
-            i = bisect_right(self._sorted_stops, rest)
-            if i and rest.startswith(self._sorted_stops[i - 1]):
-                self.stop = next(stop for stop in self._stop_strings if rest.startswith(stop))
-                shown, self._held = self._held[:start], ""
-                return shown
-            if i < len(self._sorted_stops) and self._sorted_stops[i].startswith(rest):
-                cut = min(cut, start)
+            self.stop = next(stop for stop in self._stop_strings if rest.startswith(stop))
+            shown, self._held = self._held[:start], ""
+            return shown
+        return self._show(next(filter(self._may_begin, range(len(self._held))), len(self._held)))
+
+    def _show(self, cut: int) -> str:
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
+
+    def _find_stop(self, n_held: int) -> int | None:
+        """The first position of a stop string, which ends behind the first `n_held` characters."""
+        first = len(self._held)
+        for end in range(n_held + 1, len(self._held) + 1):
+            if self._held[end - 1] in self._last:
+                for length in self._lengths:
+                    if length <= end and self._held[end - length : end] in self._stops:
+                        first = min(first, end - length)
+                        break  # shorter ones begin later
+        return first if first < len(self._held) else None
+
+    def _may_begin(self, start: int) -> bool:
+        """Whether a stop string begins with all the text from there on."""
+        rest = self._held[start:]
+        i = bisect_left(self._sorted_stops, rest)
+        return i < len(self._sorted_stops) and self._sorted_stops[i].startswith(rest)
 
     def flush(self) -> str:
         """The rest, when the sequence ended otherwise: held text, and U+FFFD for a cut character."""
