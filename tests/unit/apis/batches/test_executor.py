@@ -103,10 +103,11 @@ class Server:
         batch = BatchConfig(folder=self.store_folder)
         self.access = IngressConfig(batch=batch, **access)
         self.workers: Workers | None = None
+        self.lease_s = 1.0
 
     def api(self) -> FastAPI:
         api = build_api(self.models, self.access, self.workers)
-        api.state.batches._lease_s = 1.0
+        api.state.batches._lease_s = self.lease_s
         return api
 
     @asynccontextmanager
@@ -373,6 +374,7 @@ async def test_another_process_goes_on_and_computes_only_what_was_not_written(
 
 
 async def test_two_processes_do_not_work_on_one_batch(server: Server) -> None:
+    server.lease_s = 60.0  # neither is so slow that the other takes its batch
     async with server.process() as client, server.process():
         lines = [line(f"q{i}", body(f"{i}")) for i in range(60)]
         batch_ids = [await begin(client, lines) for _ in range(3)]
