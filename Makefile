@@ -33,6 +33,9 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check --cache-dir $(CACHE)
 # No call home.
 export RAY_USAGE_STATS_ENABLED := 0
 
+# Tests start hundreds of processes, which would all compile our modules again without a cache.
+test test-long: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: serve install install-load cluster-up cluster-down test test-ui test-long test-peers test-clients test-amx test-real test-guides findings fuzz docs reference sbom dist wheels lint format lock clean
 
 serve: $(READY)  ## Serve CONFIG until Ctrl-C, at PORT if one is given.
@@ -50,8 +53,8 @@ cluster-down: $(READY)  ## Stop all of it.
 	@$(BIN)/python -m cluster.local.cluster down
 
 test: $(DEV)  ## Tests: unit, integration, end to end, and of the page if there is a browser; some minutes.
-	$(BIN)/pytest -m "not long" -n 3 --dist loadfile tests/integration tests/unit
-	$(BIN)/pytest -m "not long" tests/e2e
+	$(BIN)/pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/unit
+	$(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 	@if command -v chromium > /dev/null && $(BIN)/python -c "import playwright" 2> /dev/null; then \
 		$(BIN)/pytest tests/ui; \
 	else \

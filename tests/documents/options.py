@@ -18,6 +18,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -60,12 +61,17 @@ def _corral(words: Sequence[str]) -> None:
         _module([module, *arguments])
         return 0
 
-    corral = typer.main.get_command(main.app)
+    corral = _command(main.app)
     if words and words[0] in FORWARDED:
         with patch.object(main, "_run", run):
             corral.main([*words], prog_name="corral", standalone_mode=False)
     else:
         _click(corral, words)
+
+
+@cache
+def _command(app: typer.Typer) -> Any:
+    return typer.main.get_command(app)
 
 
 def _click(group: Any, words: Sequence[str]) -> None:

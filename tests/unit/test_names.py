@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,8 @@ def long_constructors(source: str) -> list[tuple[int, int]]:
     return findings
 
 
-def report(kind: str = "all") -> dict[str, list[str]]:
+@cache
+def report() -> dict[str, list[str]]:
     """The findings of each part of the product."""
     places = defaultdict[str, list[str]](list)
     for path in MODULES:
@@ -157,12 +159,9 @@ def class_places() -> dict[str, list[Path]]:
     return places
 
 
-REPORT = report()
-
-
 @pytest.mark.parametrize("name", sorted({part(path) for path in MODULES}))
 def test_names_and_docstrings_say_what_they_mean(name: str) -> None:
-    assert REPORT[name] == []
+    assert report()[name] == []
 
 
 def test_functions_are_named_by_verbs_or_nouns() -> None:
@@ -228,6 +227,6 @@ def test_constructors_with_many_arguments_are_found() -> None:
 if __name__ == "__main__":
     import sys
 
-    for name in sys.argv[1:] or sorted(REPORT):
-        print(*REPORT.get(name, []), sep="\n")
-    print({name: len(findings) for name, findings in sorted(REPORT.items())})
+    for name in sys.argv[1:] or sorted(report()):
+        print(*report().get(name, []), sep="\n")
+    print({name: len(findings) for name, findings in sorted(report().items())})

@@ -51,6 +51,10 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[WorkerPool]:
     await made.close()
 
 
+ONE_KIND = pytest.mark.parametrize("pool", ["forked"], indirect=True)
+"""For what the pool does, whatever its workers were forked from."""
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
@@ -108,12 +112,14 @@ async def test_a_worker_finds_what_the_caller_may_use(pool: WorkerPool) -> None:
                 await pool.run("a", work.find_model, name.encode())
 
 
+@ONE_KIND
 async def test_errors_come_back_as_they_are(pool: WorkerPool) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await pool.run("a", work.refuse, b"")
     assert (refused.value.message, refused.value.param) == ("No.", "prompt")
 
 
+@ONE_KIND
 async def test_what_nobody_thought_of_is_told_without_its_words(pool: WorkerPool) -> None:
     with pytest.raises(CorralError, match="failed to handle") as failed:
         await pool.run("a", work.fail, b"")
@@ -130,12 +136,14 @@ async def test_what_ends_two_workers_is_refused_and_not_tried_again(
     assert await pool.run("b", work.count_tokens, b"Hello") > 0
 
 
+@ONE_KIND
 async def test_a_worker_that_dies_once_is_replaced_unnoticed(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert await pool.run("a", work.crash_once, os.fsencode(tmp_path / "died")) == "alive"
 
 
+@ONE_KIND
 async def test_idle_workers_that_died_cost_no_request(
     pool: WorkerPool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +182,7 @@ async def test_what_one_body_took_is_no_bound_for_the_next_to_come(
     assert await pool.run("b", work.pid, b"") == first
 
 
+@ONE_KIND
 async def test_endless_work_ends_and_others_do_not_wait_for_it(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +196,7 @@ async def test_endless_work_ends_and_others_do_not_wait_for_it(
     assert {type(outcome) for outcome in outcomes} == {QueueFullError}
 
 
+@ONE_KIND
 async def test_slow_work_gets_what_others_leave_of_the_processors(pool: WorkerPool) -> None:
     running = asyncio.create_task(pool.run("evil", work.spin, b""))
 
@@ -209,6 +219,7 @@ async def test_long_prompts_are_read_at_a_lower_priority_and_soon(pool: WorkerPo
     assert await pool.run("a", work.niceness, b"") == usual
 
 
+@ONE_KIND
 async def test_long_prompts_have_workers_of_their_own_which_are_kept(pool: WorkerPool) -> None:
     long, longer = bytes(SMALL_BYTES + 1), bytes(2 * SMALL_BYTES)
     kept, small = await pool.run("a", work.pid, long), await pool.run("a", work.pid, b"")
@@ -217,6 +228,7 @@ async def test_long_prompts_have_workers_of_their_own_which_are_kept(pool: Worke
     assert await pool.run("b", work.pid, b"") == small
 
 
+@ONE_KIND
 async def test_small_bodies_wait_for_no_larger_ones(pool: WorkerPool) -> None:
     larger = [bytes(SMALL_BYTES + number) for number in (1, 2, 3)]
     waiting = [asyncio.create_task(pool.run("a", work.wait_for_ever, body)) for body in larger]
@@ -233,6 +245,7 @@ async def test_workers_hold_others_up_for_short_slices_only(pool: WorkerPool) ->
         assert await pool.run("a", work.slice_ns, body) == SHORTEST_NS
 
 
+@ONE_KIND
 async def test_large_bodies_are_read_soon_at_a_lower_priority_in_places_for_slow_work(
     pool: WorkerPool,
 ) -> None:
@@ -248,6 +261,7 @@ async def test_large_bodies_are_read_soon_at_a_lower_priority_in_places_for_slow
     assert await waits == QUICK_BYTES + 1
 
 
+@ONE_KIND
 async def test_a_large_body_that_ended_a_worker_is_slow_work_at_once(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,6 +270,7 @@ async def test_a_large_body_that_ended_a_worker_is_slow_work_at_once(
     assert await pool.run("a", work.policy_after_a_crash, body) == os.SCHED_IDLE
 
 
+@ONE_KIND
 async def test_a_client_keeps_no_other_ones_large_bodies_waiting(pool: WorkerPool) -> None:
     endless = [asyncio.create_task(pool.run("evil", work.spin, bytes([i]))) for i in range(3)]
     await until(lambda: any(one.is_idle_priority for one in pool.at_work))
@@ -266,6 +281,7 @@ async def test_a_client_keeps_no_other_ones_large_bodies_waiting(pool: WorkerPoo
         task.cancel()
 
 
+@ONE_KIND
 async def test_what_has_taken_all_its_time_is_not_tried_again(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +291,7 @@ async def test_what_has_taken_all_its_time_is_not_tried_again(
     assert len(caplog.records) == 1
 
 
+@ONE_KIND
 async def test_work_that_waits_for_ever_does_not_keep_its_place(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +301,7 @@ async def test_work_that_waits_for_ever_does_not_keep_its_place(
         await pool.run("a", work.wait_for_ever, b"")
 
 
+@ONE_KIND
 async def test_one_client_cannot_fill_the_queue_for_slow_work(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +316,7 @@ async def test_one_client_cannot_fill_the_queue_for_slow_work(
         task.cancel()
 
 
+@ONE_KIND
 async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     running = asyncio.create_task(pool.run("a", work.spin, b""))
     await until(lambda: bool(pool.at_work))
@@ -306,6 +325,7 @@ async def test_who_leaves_ends_the_work(pool: WorkerPool) -> None:
     await until(lambda: not is_alive(worker.pid))
 
 
+@ONE_KIND
 async def test_who_leaves_soon_leaves_the_worker_to_others(pool: WorkerPool) -> None:
     first = await pool.run("a", work.pid, b"")
     for _ in range(5):
@@ -318,6 +338,7 @@ async def test_who_leaves_soon_leaves_the_worker_to_others(pool: WorkerPool) -> 
         assert await pool.run("b", work.pid, b"") == first
 
 
+@ONE_KIND
 async def test_large_bodies_that_crash_cost_no_worker_of_small_ones(pool: WorkerPool) -> None:
     small = await pool.run("a", work.pid, b"")
     with pytest.raises(InvalidRequestError):
