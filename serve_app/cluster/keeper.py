@@ -139,13 +139,15 @@ class Keeper:
 
     def _wait(self) -> str | None:
         """Print logs until a signal comes, or one of Ray's processes has ended: then its name."""
-        while self._look() in (None, signal.SIGCHLD):
+        while self._look() not in (signal.SIGINT, signal.SIGTERM):
             for name, pid in self.processes.items():
                 if _has_ended(pid):
                     return name
         return None
 
     def _look(self) -> int | None:
+        """Print logs, and wait a little for a signal: its number. Python makes one up if this process was
+        stopped for longer meanwhile (3.11, `sigtimedwait`)."""
         self.logs.print_new()
         found = signal.sigtimedwait(_SIGNALS, _LOOK_EVERY_S)
         return None if found is None else found.si_signo

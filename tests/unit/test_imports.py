@@ -25,7 +25,7 @@ BUDGETS = {
     "server": 9892,
     "apis": 10626,
     "run": 5151,
-    "cluster": 1680,
+    "cluster": 1682,
     "cli": 3893,
     "plugins": 1588,
 }

@@ -60,6 +60,15 @@ class Started:
         )
         assert text in self.said
 
+    def wait_for_keeper(self) -> int:
+        """Until the program that starts Ray has become another: its process id."""
+        name = "serve_app.cluster.keeper"
+        wait_until(
+            lambda: bool(processes.tagged(self.folder, name)), START_TIMEOUT_S, lambda: self.said
+        )
+        (keeper,) = processes.tagged(self.folder, name)
+        return keeper
+
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
@@ -162,15 +171,10 @@ def test_a_cluster_of_one_machine_has_what_it_needs_and_ends_with_ray(own_folder
         for proxy in ("haproxy", "ray::HAProxyManager", "ray::ProxyActor"):
             assert not processes.tagged(own_folder, proxy)
         assert "(Ray's own)" in started.said
-        wait_until(
-            lambda: not processes.tagged(own_folder, "serve_app.cluster.one_machine"),
-            START_TIMEOUT_S,
-            lambda: started.said,
-        )
+        keeper = started.wait_for_keeper()
         lines = started.log.read_text().splitlines()
         assert any(line.startswith("(ServeReplica:corral:Ingress pid=") for line in lines)
         assert sum("Adding 1 replica" in line for line in lines) == 2  # each line once
-        (keeper,) = processes.tagged(own_folder, "serve_app.cluster.keeper")
         os.kill(keeper, signal.SIGKILL)
         wait_until(
             lambda: not processes.tagged(own_folder, ""),
@@ -187,6 +191,12 @@ def test_a_server_whose_raylet_is_gone_says_so_and_ends(own_folder: Path) -> Non
     started = Started(own_folder, "--slots", "2", "--cluster")
     try:
         started.wait_for("Ctrl-C stops it.")
+        keeper = started.wait_for_keeper()
+        os.kill(keeper, signal.SIGSTOP)
+        assert not processes.within(1.0, lambda: started.process.poll() is not None)
+        os.kill(keeper, signal.SIGCONT)  # it looks on
+        assert not processes.within(1.0, lambda: "Shutting down" in started.log.read_text())
+        assert httpx.get(f"{started.url}/health").status_code == 200
         (raylet,) = processes.tagged(own_folder, "raylet/raylet")
         os.kill(raylet, signal.SIGKILL)
         assert started.process.wait(servers.STOP_TIMEOUT_S) == 1
