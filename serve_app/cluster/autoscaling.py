@@ -1,7 +1,7 @@
 """Serve's autoscaling policy: how many replicas an engine or the ingress needs, by the work that they have.
 
-Serve calls `by_pressure` in its controller, and applies its own options to what it says: the least and the
-most replicas, the delays up and down, and that requests wake up a deployment without replicas.
+Serve calls `by_pressure` in its controller, and applies its own options to the answer. These are the least
+and the most replicas, the delays up and down, and that requests wake up a deployment without replicas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process of a cluster takes from Ray: the exporter of metrics, and the values of Ray's head."""
+"""The parts of Ray that a cluster's process uses: the exporter of metrics, and the values of the head."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ _SYSTEM_TOKENS = 64 * BLOCK_TOKENS
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Sends a prompt where it is answered soonest. Used in the loop in which Serve routes.
 
-    Serve's own part stays what it is. Replicas whose queues are full are passed over, queue lengths are
-    looked up in its cache or asked for, and with all full it backs off and asks here again. Requests get
-    replicas in their order (FIFOMixin): Serve's other way tells requests apart by an id that all prompts of
-    one HTTP request share.
+    Serve's own part stays what it is. It passes replicas over whose queues are full, by lengths in its
+    cache or by asking. With all full, it backs off and asks here again. Requests get replicas in their
+    order (FIFOMixin): Serve's other way tells requests apart by an id that all prompts of one HTTP request
+    share.
     """
 
     def initialize_state(self, gang_size: int = 1, **kwargs: Any) -> None:

@@ -33,8 +33,8 @@ logger = logging.getLogger("corral.routing")
 
 _SHUTDOWN_S = 1.0
 _LEAVING_S = 1.0
-"""When a client leaves, Serve cancels what its request has called, and then the request: the second comes
-within so many seconds of the first."""
+"""The longest time between Serve's two cancellations when a client leaves: of the calls of its request, and
+then of the request."""
 
 _running: dict[tuple[str, str], frozenset[str]] = {}
 

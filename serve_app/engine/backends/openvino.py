@@ -46,7 +46,7 @@ from serve_app.kernels.openvino.paged.blocks import BLOCK
 from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
 from serve_app.kernels.openvino.paged.context import PagedContext
 from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
-from serve_app.kernels.openvino.parts import WHOLE
+from serve_app.kernels.openvino.parts import WHOLE, ModelPart
 from serve_app.prompt.chat_template import delimiters
 
 logger = logging.getLogger("corral.engine")
@@ -167,44 +167,18 @@ class OpenVinoBackend:
         self.vocabulary = model
         if reason := unserved_reason(model, options.embedding_pooling):
             raise ConfigError(reason)
-        cache_type = _cache_type(options)
-        check_cache_type(cache_type)
+        check_cache_type(_cache_type(options))
         self._fingerprint = model.fingerprint()
         part = WHOLE if chain is None else chain.part
         graph = converted_of(model, options.max_converted_bytes, report, part, options.quantization)
         report(Stage("loading"))
-        n_sequences = options.n_slots + len(options.pinned)
-        self._n_blocks_slot = _n_blocks(options.n_ctx_share)
-        n_blocks = n_sequences * self._n_blocks_slot
-        if options.n_ctx is not None:  # what slots share, and what is pinned
-            n_blocks = sum(_n_blocks(n) for n in (options.n_ctx, *map(len, options.pinned)))
-        paged = PagedOptions(
-            n_sequences=n_sequences,
-            n_ctx_slot=options.n_ctx_slot,
-            n_blocks=n_blocks,
-            threads=options.threads,
-            n_texts=_TEXTS_AT_ONCE,
-            n_text_blocks=_n_blocks(options.n_ctx_slot + options.n_batch) + _TEXTS_AT_ONCE,
-            cache_type=cache_type,
-        )
-        layers: Layers
-        if chain is None:
-            layers = PagedModel(graph, paged)
-        else:
-            paged = replace(
-                paged,
-                context=chain.part.index,
-                n_contexts=chain.part.n_parts,
-                keeps_states=options.prefix_folder is None,  # files have whole ones
-            )
-            embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
-            chain.open(partial(PagedModel, graph, paged, embeddings))
-            layers = chain
+        paged = _paged_options(options, part)
+        layers = _open_layers(model, graph, paged, chain)
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
         self.copy, self.shift = context.copy, context.shift
-        self._n_stages = 1 if chain is None else chain.part.n_parts
+        self._n_stages = part.n_parts
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
@@ -217,10 +191,7 @@ class OpenVinoBackend:
         )
         # llama.cpp is the faster with few rows, one for each slot.
         self.draft = open_draft(model, draft_for(model, options), options)
-        # A state is none of llama.cpp's.
-        parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
-        key = hashlib.blake2b(self._fingerprint + repr(parts).encode() + context.turns).digest()
-        self.states = PagedStates(context, key)
+        self.states = PagedStates(context, self._state_key())
         shape = EmbeddingShape(
             n_rows=options.n_batch,
             n_seq_max=min(_TEXTS_AT_ONCE, options.n_batch),
@@ -229,6 +200,14 @@ class OpenVinoBackend:
             causal=True,
         )
         self.embeddings = PagedEmbeddings(context, shape)
+
+    def _state_key(self) -> bytes:
+        """The key of states that this backend can read. None of them is llama.cpp's."""
+        options = self._options
+        parts = (versions(), BLOCK, options.cache_type_k, options.quantization)
+        return hashlib.blake2b(
+            self._fingerprint + repr(parts).encode() + self._context.turns
+        ).digest()
 
     def _measure(self) -> CachePlan:
         """Measure batches in `profile_limit_s`. Leaves the cache empty."""
@@ -269,7 +248,7 @@ class OpenVinoBackend:
     def memory(self) -> MemoryUse:
         context = self._context
         draft = self.draft.memory if self.draft else MemoryUse(0, 0, 0, 0, 0)
-        per_slot = self._n_blocks_slot * context.block_bytes
+        per_slot = _n_blocks(self._options.n_ctx_share) * context.block_bytes
         return MemoryUse(
             weights_bytes=context.n_parameter_bytes // self._n_stages + draft.weights_bytes,
             cache_bytes=context.cache_bytes + draft.cache_bytes,
@@ -287,6 +266,37 @@ class OpenVinoBackend:
 def _cache_type(options: EngineOptions) -> CacheType:
     types: dict[str, CacheType] = {"bf16": "bf16", "q8_0": "u8"}
     return types.get(options.cache_type_k, "f16")
+
+
+def _paged_options(options: EngineOptions, part: ModelPart) -> PagedOptions:
+    """The options of the context, which holds the slots and what is pinned."""
+    n_sequences = options.n_slots + len(options.pinned)
+    n_blocks = n_sequences * _n_blocks(options.n_ctx_share)
+    if options.n_ctx is not None:  # what slots share, and what is pinned
+        n_blocks = sum(_n_blocks(n) for n in (options.n_ctx, *map(len, options.pinned)))
+    paged = PagedOptions(
+        n_sequences=n_sequences,
+        n_ctx_slot=options.n_ctx_slot,
+        n_blocks=n_blocks,
+        threads=options.threads,
+        n_texts=_TEXTS_AT_ONCE,
+        n_text_blocks=_n_blocks(options.n_ctx_slot + options.n_batch) + _TEXTS_AT_ONCE,
+        cache_type=_cache_type(options),
+    )
+    if part == WHOLE:
+        return paged
+    keeps_states = options.prefix_folder is None  # files have whole ones
+    return replace(paged, context=part.index, n_contexts=part.n_parts, keeps_states=keeps_states)
+
+
+def _open_layers(
+    model: Model, graph: Path, paged: PagedOptions, chain: LayerChain | None
+) -> Layers:
+    if chain is None:
+        return PagedModel(graph, paged)
+    embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
+    chain.open(partial(PagedModel, graph, paged, embeddings))
+    return chain
 
 
 def _n_blocks(n_tokens: int) -> int:

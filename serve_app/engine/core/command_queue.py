@@ -62,7 +62,7 @@ class PendingCommands:
     """The commands of other threads since the last step."""
 
     deadline: float | None = None
-    """When a drain must be over, on `time.monotonic`; None while the engine is open."""
+    """The end of a drain, on `time.monotonic`; None while the engine is open."""
     submitted: list[Sequence] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
@@ -79,8 +79,8 @@ _BURST_PART, _MOST_BURST_S = 0.1, 0.02
 
 
 class CommandQueue:
-    """Where other threads leave commands. It knows the live request ids, and asks the policy whom it
-    accepts. So a duplicate, or one too many, is refused at once, on the caller's thread."""
+    """The place where other threads leave commands. It knows the live request ids, and asks the policy whom
+    it accepts. So a duplicate, or one too many, is refused at once, on the caller's thread."""
 
     def __init__(self, policy: SlotPolicy) -> None:
         self.policy = policy

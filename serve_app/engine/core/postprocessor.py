@@ -54,7 +54,7 @@ class Outbox:
         return ((one, delta.end) for one, delta in self._deltas if delta.end is not None)
 
     def take(self) -> list[tuple[Sequence, TokenDelta]]:
-        """All of them; it is empty then."""
+        """Take all deltas, and leave none."""
         taken, self._deltas = self._deltas, []
         return taken
 

@@ -70,7 +70,7 @@ class PromptSpan(Protocol):
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """The stage of a sequence's life."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def admitted_at(self) -> float:
-        """When it first got a slot, on the clock of `Trace.submitted`; 0 before."""
+        """The time of its first slot, on the clock of `Trace.submitted`; 0 before."""
         return self.trace.admitted or 0.0
 
     @property

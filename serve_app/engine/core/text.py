@@ -69,7 +69,7 @@ class Detokenizer:
         return shown
 
     def drop(self) -> None:
-        """Nothing that is held back is shown any more."""
+        """Forget the text that is held back."""
         self._held = ""
         self._utf8.reset()
 

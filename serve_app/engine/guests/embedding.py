@@ -90,7 +90,7 @@ class PendingText:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing of it is computed."""
+        """Forget all that was computed of it."""
         self.n_past = 0
         self._pooled: NDArray[np.float64] | float = 0.0
 
@@ -183,9 +183,9 @@ class EmbeddingQueue(Guest):
         self._live: set[Texts] = set()
         self._ended: list[tuple[Texts, CorralError | None]] = []
         self._others_ran = -math.inf
-        """When sequences of other clients than of the first text's ran last."""
+        """The time when sequences of other clients than the first text's ran last."""
         self._not_before = 0.0
-        """When streams of those who have less due have had as much of the decoder as the last batch."""
+        """The time when streams of those who have less due have had as much time as the last batch."""
         self._row_s = 1e-3
         """Seconds of a row in the last batch: encoders have no profile."""
 

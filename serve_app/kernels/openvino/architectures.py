@@ -64,9 +64,9 @@ class Architecture:
     temperature: bool = False
     """Whether metadata may scale queries the more, the further behind they are (Mistral 3)."""
     windows: int = 0
-    """Layers in a period of which all but the last have a sliding window, if metadata have one. 0: metadata
-    of windows are ignored, as by llama.cpp. Encoders have a window in all but the first: half of it is
-    behind a token, and half before."""
+    """Layers in a period of which all but the last have a sliding window, if metadata have one. With 0,
+    metadata of windows are ignored, as by llama.cpp. Encoders have a window in all but the first: half of
+    it is behind a token, and half before."""
     window_base: float | None = None
     """The base of the rotary embedding in layers with a window; None for the base of the others."""
     window_scaled: bool = True
@@ -76,8 +76,8 @@ class Architecture:
     full_unrotated: bool = False
     """Whether layers without a window have no positions in a model that has windows (EXAONE 4)."""
     layers_scaled_by_width: int = 0
-    """The number of layers of the model whose scores are scaled by a head's share of the embeddings' width,
-    and not by a head's size (Gemma 3 27B)."""
+    """The number of layers of the one model that scales scores by a head's share of the embeddings' width
+    (Gemma 3 27B). Others scale by a head's size."""
 
     def reads(self, tensor: str) -> bool:
         """Whether the graph uses a tensor of that name."""

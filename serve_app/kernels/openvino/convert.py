@@ -166,8 +166,8 @@ def converted_file(
     part: ModelPart = WHOLE,
     quantization: Quantization = "none",
 ) -> Path:
-    """The file of the converted model, or of a part of it, which is made if it is not there, and stays
-    until this process ends. Of several processes that ask at once, one converts, and goes on if the one
+    """The file of the converted model, or of a part of it. It is made if it is not there, and stays until
+    this process ends. Of several processes that ask at once, one converts, and goes on if the one
     that asked for it dies. Raises ConfigError if the model cannot be converted, or has no room."""
     name = name_of(fingerprint, part, quantization)
     while not models.open(name):

@@ -73,7 +73,7 @@ class Encoder:
 
 
 def group(texts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows of each group, -1 where it has no more: a text is a group, or all rows are one, where that
+    """The rows of each group, -1 where it has no more. A text is a group, or all rows are one where that
     has fewer pairs. Each text's rows follow each other. Pure."""
     _, first, lengths = np.unique(texts, return_index=True, return_counts=True)
     longest = -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE

@@ -238,7 +238,7 @@ class GgufModel:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """The tensors of all files."""
         return list(self._tensors.values())
 
     @property

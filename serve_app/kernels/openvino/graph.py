@@ -1,7 +1,7 @@
 """Builds OpenVINO's graph of a GGUF model, by the table of its architecture.
 
-The graph is the one that OpenVINO's own tools write for such models, so that its passes know it: keys and
-values are state, which paged attention replaces, and the rotary embedding and the norms are written out.
+The graph is the one that OpenVINO's own tools write for such models, so that its passes know it. Keys and
+values are state, which paged attention replaces. The rotary embedding and the norms are written out.
 What attention has in single layers is in `GraphNotes`, until paged attention is there to have it.
 """
 
@@ -37,8 +37,8 @@ from serve_app.kernels.openvino.weights import (
 
 HIDDEN = "hidden_states"
 TOKENS, EMBEDS = "input_ids", "inputs_embeds"
-"""Inputs of decoders: tokens, or for a part of a model, hidden states of the part before it, or the rows of
-tokens in the matrix of embeddings."""
+"""Inputs of decoders: tokens or vectors. Vectors are rows of the matrix of embeddings, or for a part of a
+model, hidden states of the part before it."""
 VECTORS = "vectors"
 MASK, WINDOW_MASK = "mask", "window_mask"
 """Inputs of encoders: what is added to the scores of attention, for two tokens of each group."""
@@ -58,7 +58,7 @@ _NONE = np.empty(0, np.float32)
 
 
 class LayerNotes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What attention has in one layer."""
+    """The properties of attention in one layer."""
 
     window: int = 0
     """Tokens that a token sees, with itself; 0 for all."""
@@ -67,7 +67,7 @@ class LayerNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GraphNotes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a graph says about its attention, in its runtime information."""
+    """The properties of a graph's attention, which its runtime information has."""
 
     layers: list[LayerNotes] = []
     long_frequencies: list[float] = []
@@ -222,7 +222,7 @@ class _Graph:
         return op.swish(values) if activation == "silu" else op.gelu(values, "tanh")
 
     def _experts(self, block: str, hidden: Node) -> Node:
-        """What the chosen experts add. Every expert is written out for every token: OpenVINO knows this
+        """The sum of the chosen experts. Every expert is written out for every token: OpenVINO knows this
         shape, and computes the chosen ones. Source: OpenVINO, `ConvertTiledMoeBlockToGatherMatmuls`."""
         model = self._model
         n, width = model.count("expert_count"), model.count("embedding_length")

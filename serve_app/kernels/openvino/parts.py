@@ -99,8 +99,8 @@ def divide(
     read: Sequence[float] | None = None,
     n_tokens: int = 0,
 ) -> list[range]:
-    """The layers of each stage, so that the slowest one takes as little time as is possible: a pipeline is
-    as fast as its slowest stage. `read` has the bytes that a pass reads of each layer, by default a pass of
+    """The layers of each stage, so that the slowest one takes as little time as is possible. A pipeline is
+    as fast as that stage. `read` has the bytes that a pass reads of each layer, by default a pass of
     one row. Caches have room for `n_tokens`.
 
     Each stage has a layer at least. Of divisions that are as fast, one whose stages differ least, and whose

@@ -25,7 +25,7 @@ from serve_app.kernels.openvino.gguf_model import GgufModel, block_of
 # The bytes of a slice, if so many layers or a period have no more. A processor's cache would hold too much
 # of fewer bytes. Smaller files are their own slices, as they are converted in seconds.
 _BYTES, _LEAST_LAYERS = 2**29, 2
-# A slice has a multiple of these tokens: with OpenVINO, a product with 84,408 rows took a third longer than
+# A slice has a multiple of these tokens. With OpenVINO, a product with 84,408 rows took a third longer than
 # its part of a product with 151,936 rows.
 _TOKENS = 256
 _Tensor = tuple[str, NDArray[Any], GGMLQuantizationType]
@@ -38,7 +38,7 @@ def converted_slice(
     report: Report,
     quantizations: Sequence[Quantization] = ("none",),
 ) -> Iterator[tuple[Path, float, float]]:
-    """A slice that is also converted, in each of these ways, until the end; its part of the model's time;
+    """A slice, which is converted in each of these ways until the end. Then its part of the model's time,
     and the seconds that it takes to convert the whole model in one of them. A small model is its own slice,
     and stays converted and open.
 

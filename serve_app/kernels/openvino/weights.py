@@ -1,7 +1,7 @@
 """A GGUF file's matrices as OpenVINO's kernels take them: small integers, with a scale for each group.
 
-The kernels quantise activations, too, and multiply integers. They do so only if what is subtracted from the
-weights is an integer: with any other offset, they compute in floats, and prompts take twice as long. So the
+The kernels quantise activations, too, and multiply integers. They do so only if the weights' offset is
+an integer. With any other one, they compute in floats, and prompts take twice as long. So the
 rest of an offset is a further column, which is multiplied by the sum of 32 activations:
 `sum(((q - z) s + r) x) = s sum((q - z) x) + r sum(x)`.
 """

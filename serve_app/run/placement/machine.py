@@ -1,10 +1,10 @@
 """The CPUs, cores, NUMA nodes and memory that this process may really use, containers' limits included.
 
-Sources: the kernel's sysfs (cpu/online, cpu/cpu*/topology/thread_siblings_list, node/node*/cpulist), as
-in its admin-guide/cputopology.rst; the masks of /proc/thread-self/status; cgroups(7), cgroup-v2.rst
-(cpu.max, memory.max) and cgroup-v1 (cpu.cfs_quota_us over cpu.cfs_period_us, memory.limit_in_bytes). A
-limit of any ancestor counts. Missing files, as in some containers and on macOS, mean one hyper-thread for
-each core and no known node. Nodes without CPUs do not appear.
+Sources: the kernel's admin-guide/cputopology.rst (cpu/online, cpu/cpu*/topology/thread_siblings_list and
+node/node*/cpulist of sysfs); the masks of /proc/thread-self/status. Of cgroups(7): cgroup-v2.rst (cpu.max,
+memory.max) and cgroup-v1 (cpu.cfs_quota_us over cpu.cfs_period_us, memory.limit_in_bytes). A limit
+of any ancestor counts. Missing files, as in some containers and on macOS, mean one hyper-thread for each
+core and no known node. Nodes without CPUs do not appear.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _mask(root: Path, kind: str) -> set[int] | None:
 
 def _settings(root: Path, controller: str, *names: str) -> Iterator[tuple[str, ...]]:
     """The contents of these files in the control group of this process and in its ancestors', nearest
-    first, in the hierarchy of a v1 controller, or in v2's for ""."""
+    first. `controller` names a hierarchy of v1; "" is v2's."""
     mount = root / "sys/fs/cgroup" / controller
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

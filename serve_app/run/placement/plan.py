@@ -1,7 +1,7 @@
 """How replicas share a machine that the configuration does not divide. Pure: no files, no clock.
 
-Decoding is bound by memory bandwidth, which each NUMA node has for itself, and threads that wait for each
-other across sockets, or share a physical core, are slower than fewer. So a replica gets one node's
+Decoding is bound by memory bandwidth, which each NUMA node has for itself. Threads that wait for each other
+across sockets, or share a physical core, are slower than fewer. So a replica gets one node's
 physical cores, with all of their hyper-threads, as Ray counts these.
 """
 

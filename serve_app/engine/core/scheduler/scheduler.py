@@ -56,7 +56,7 @@ class AdapterTurns:
         """The time when the last step of those that run began."""
         self.current: Adapters = ()
         self._since = 0.0
-        """When their turn began."""
+        """The time when their turn began."""
 
     def choose(self, sequences: SequenceOf[Sequence], now: float) -> list[Sequence]:
         """The sequences of one turn: all, if all have the same adapters. `now` is on the clock of

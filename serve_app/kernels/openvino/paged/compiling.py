@@ -203,7 +203,7 @@ def forgetting(path: Path) -> Iterator[None]:
 
 
 def _spans(path: Path) -> list[tuple[int, int]]:
-    """Where the file is mapped to be read only. Source: proc_pid_maps(5)."""
+    """The addresses at which the file is mapped to be read only. Source: proc_pid_maps(5)."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, *_, name = line.split(maxsplit=5)

@@ -118,9 +118,9 @@ class PagedContext:
         output: str,
         operation: Operation = "compute",
     ) -> tuple[NDArray[np.float32], dict[int, int], list[int]]:
-        """The output for the rows that want logits, which the input `chosen` names, where in it each of
-        them is, and how many of the highest logits each has; 0: all. If the rows cannot be computed, the
-        tables are as before."""
+        """The output for the rows that want logits, which the input `chosen` names. Then where in it each
+        of them is, and how many of the highest logits each has (0: all). If the rows cannot be computed,
+        the tables are as before."""
         by_sequence: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             by_sequence.setdefault(row[2], []).append(i)

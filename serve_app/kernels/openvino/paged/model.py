@@ -1,7 +1,7 @@
 """The layers of a model, or of a part of it, compiled by OpenVINO, with their KV cache in blocks.
 
 Several contexts may share a cache, each with blocks of its own. Operations take arrays by name and return
-those that the part behind this one takes: a model in several parts is computed by one after the other.
+those that the part behind this one takes. So the parts of a model are computed one after the other.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class PagedModel:
         return values
 
     def _restore(self, values: Values) -> Values:
-        """Fill these blocks with what was kept under a `number`, or with the beginning of a state; the rest
+        """Fill these blocks with what was kept under a `number`, or with the beginning of a state. The rest
         is for the parts behind this one."""
         blocks, is_kept = values["blocks"], "number" in values
         state = self._part(values) if is_kept else values["state"]
