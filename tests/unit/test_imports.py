@@ -21,7 +21,7 @@ BUDGETS = {
     "kernels": 6771,
     "store": 1418,
     "prompt": 5989,
-    "engine": 12238,
+    "engine": 12248,
     "server": 9892,
     "apis": 10626,
     "run": 5151,
