@@ -31,6 +31,7 @@ from tests.e2e.conftest import (
 from tests.e2e.server.test_auth import write_keys
 
 KEY = "sk-prometheus-0123456789"
+FLOOD = "sk-flood-0123456789"
 SHIPPED = ROOT / "cluster/monitoring"
 QUOTAS = Path("/sys/fs/cgroup/cpu")
 """The first version of cgroups, where a test may make a group beside its own."""
@@ -98,7 +99,8 @@ def engine() -> dict[str, int]:
 @pytest.fixture
 def corral(gguf: Path, engine: dict[str, int]) -> Iterator[Corral]:
     with short_folder() as directory, settings({"XDG_CACHE_HOME": str(directory)}):
-        keys = write_keys(directory, {"name": "prometheus", "key": KEY})
+        flood = {"name": "flood", "key": FLOOD}
+        keys = write_keys(directory, {"name": "prometheus", "key": KEY}, flood)
         models = [model(gguf, "m", **engine)]
         server = Corral(directory, models, local=True, api_key_file=str(keys))
         server.http.headers["Authorization"] = f"Bearer {KEY}"
@@ -156,17 +158,19 @@ def test_alerts_fire_for_the_fault_and_clear(corral: Corral, prometheus: Prometh
 
 
 @contextmanager
-def asking(corral: Corral, n_clients: int, n_tokens: int) -> Iterator[None]:
+def asking(
+    corral: Corral, n_clients: int, n_tokens: int, *, key: str = KEY, pause_s: float = 0.0
+) -> Iterator[None]:
     """Clients that send one request after the other. They leave when the block ends."""
     body = {"model": "m", "prompt": "Hello", "max_tokens": n_tokens, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {key}"}
 
     over = asyncio.Event()
 
     async def repeat(http: httpx.AsyncClient) -> None:
         while True:
             refused = (await http.post("/v1/completions", json=body)).is_error
-            await asyncio.sleep(0.2 * refused)
+            await asyncio.sleep(max(pause_s, 0.2 * refused))
 
     async def ask() -> None:
         limits = httpx.Limits(max_connections=None)
@@ -206,6 +210,19 @@ def test_alerts_of_overload_fire_and_clear(corral: Corral, prometheus: Prometheu
     with asking(corral, 100, 4000):
         wait_until(lambda: prometheus.firing() >= alerts, 3 * TIMEOUT_S, told)
     wait_until(lambda: not prometheus.firing(), 3 * TIMEOUT_S, told)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [{"n_slots": 1, "n_ctx_slot": 2048, "max_waiting": 4}])
+def test_an_alert_of_errors_fires_and_clears(corral: Corral, prometheus: Prometheus) -> None:
+    """A key floods the queue. Each request of another key takes the place of one that waits, which ends."""
+
+    def told() -> str:
+        return f"{prometheus.firing()} {prometheus.samples('ray_corral_requests_total')}"
+
+    with asking(corral, 20, 1000, key=FLOOD), asking(corral, 1, 50, pause_s=0.3):
+        wait_until(lambda: "CorralHighErrorRate" in prometheus.firing(), 2 * TIMEOUT_S, told)
+    wait_until(lambda: not prometheus.firing(), 2 * TIMEOUT_S, told)
 
 
 @pytest.mark.long
