@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.25
 _END_S = 10.0
 """The time that one of Ray's own processes has to end."""
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
-_SOURCES = ("worker-*.out", "worker-*.err", "raylet*.err", "gcs_server*.err")
+_SOURCE = re.compile(r"worker-.*\.(?:out|err)|(?:raylet|gcs_server).*\.err")
 _MOST_BYTES = 2**20
 """The part of a log that is read at a time."""
 STOPPING = "Shutting down: running answers may end first."
@@ -65,12 +65,13 @@ class RayLogs:
 
     def print_new(self) -> None:
         """Print each whole line that is new, behind the name of its process as Ray does."""
-        for pattern in _SOURCES:
-            for path in sorted(self.folder.glob(pattern)):
-                with suppress(OSError):
-                    for line in self._read_lines(path):
-                        print(f"({self._writer(path.stem)}) {line}")
-        sys.stdout.flush()
+        files = list[Path]()
+        with suppress(OSError):  # somebody has cleaned /tmp
+            files = sorted(one for one in self.folder.iterdir() if _SOURCE.fullmatch(one.name))
+        for path in files:
+            with suppress(OSError):
+                lines = [f"({self._writer(path.stem)}) {one}\n" for one in self._read_lines(path)]
+                _print("".join(lines))
 
     def _read_lines(self, path: Path) -> Iterator[str]:
         start, size = self.positions.get(path.name, 0), path.stat().st_size
@@ -126,9 +127,9 @@ class Keeper:
         with discoverable(self.port, self.metrics):
             lost = self._wait()
         if lost is not None:
-            print(f"Ray's {lost} has ended. Its folder of logs: {self.logs.folder}", flush=True)
+            _print(f"Ray's {lost} has ended. Its folder of logs: {self.logs.folder}\n")
             return 1
-        print(STOPPING, flush=True)
+        _print(f"{STOPPING}\n")
         ending = subprocess.Popen([sys.executable, "-P", "-c", _END, self.address])
         while ending.poll() is None:
             self._look()
@@ -161,6 +162,12 @@ class Keeper:
                 if _has_ended(pid):
                     return
                 self._look()
+
+
+def _print(text: str) -> None:
+    """Write to standard output. What that does not take, as on a full disk, is in Ray's files."""
+    with suppress(OSError):
+        os.write(1, text.encode())
 
 
 def _has_ended(pid: int) -> bool:
