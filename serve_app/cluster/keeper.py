@@ -67,10 +67,10 @@ class RayLogs:
         """Print each whole line that is new, behind the name of its process as Ray does."""
         files = list[Path]()
         with suppress(OSError):  # somebody has cleaned /tmp
-            files = sorted(one for one in self.folder.iterdir() if _SOURCE.fullmatch(one.name))
+            files = sorted(path for path in self.folder.iterdir() if _SOURCE.fullmatch(path.name))
         for path in files:
             with suppress(OSError):
-                lines = [f"({self._writer(path.stem)}) {one}\n" for one in self._read_lines(path)]
+                lines = [f"({self._writer(path.stem)}) {line}\n" for line in self._read_lines(path)]
                 _print("".join(lines))
 
     def _read_lines(self, path: Path) -> Iterator[str]:
