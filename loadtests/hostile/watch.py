@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtests.common.processes import command_line, tagged
+from loadtests.common.processes import command_line, rollup_kib, tagged
 
 SERVING = ("ServeReplica", "ProxyActor", "ServeController", "raylet", "gcs_server")
 """Parts of the names of processes that serve all requests."""
@@ -50,18 +50,12 @@ def memory_mib(directory: Path) -> float:
     for pid, name in named.items():
         with suppress(OSError):
             is_forked = name and named.get(_parent(pid)) == name
-            total += _own_kib(pid) if is_forked else _resident_kib(pid)
+            total += rollup_kib(pid, "Private_") if is_forked else _resident_kib(pid)
     return total / 2**10
 
 
 def _resident_kib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 2**10
-
-
-def _own_kib(pid: int) -> float:
-    """Source: proc(5), `smaps_rollup`. It is slow, and holds the process up: not for large ones."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from loadtests.common.processes import command_line, tagged
+from loadtests.common.processes import command_line, rollup_kib, tagged
 from loadtests.common.servers import NO_SETTINGS, exit_on_sigterm, serve_run
 from loadtests.load.observer import cpu_s
 from serve_app.cli.measure.benchmark import number_between, table
@@ -49,12 +49,6 @@ def percentages(
     return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 
-def proportional_mib(pid: int) -> float:
-    """The memory of a process; a page of several counts in parts. Source: proc(5), `smaps_rollup`."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**10
-
-
 def measured(directory: Path, seconds: float) -> dict[int, float]:
     """`percentages` of the server that has this directory, over so many seconds from now."""
     pids = tagged(directory)
@@ -82,7 +76,7 @@ def main() -> None:
         assert server.directory is not None  # it was started here
         time.sleep(_SETTLE_S)
         shares = measured(server.directory, args.seconds)
-        memory = {pid: proportional_mib(pid) for pid in shares}
+        memory = {pid: rollup_kib(pid, "Pss:") / 2**10 for pid in shares}
         names = {pid: short_name(command_line(pid)) for pid in shares}
     rows = [(names[pid], f"{share:.2f}", f"{memory[pid]:.0f}") for pid, share in shares.items()]
     sums = ("all", f"{sum(shares.values()):.2f}", f"{sum(memory.values()):.0f}")

@@ -77,11 +77,13 @@ class RayLogs:
         start, size = self.positions.get(path.name, 0), path.stat().st_size
         if size == start:
             return
+        if size < start:  # the file begins anew
+            start = 0
         with path.open("rb") as file:
-            file.seek(start if start < size else 0)
+            file.seek(start)
             data = file.read(_MOST_BYTES)
         whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == _MOST_BYTES else 0)
-        self.positions[path.name] = (start if start < size else 0) + whole
+        self.positions[path.name] = start + whole
         for line in data[:whole].decode(errors="replace").splitlines():
             if found := re.fullmatch(r":(job_id|actor_name|task_name):(.*)", line):
                 if found[1] == "actor_name":

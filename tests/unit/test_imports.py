@@ -25,7 +25,7 @@ BUDGETS = {
     "server": 9892,
     "apis": 10626,
     "run": 5151,
-    "cluster": 1689,
+    "cluster": 1691,
     "cli": 3893,
     "plugins": 1588,
 }

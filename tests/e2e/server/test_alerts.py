@@ -233,12 +233,7 @@ def test_an_alert_of_pauses_fires_and_clears(corral: Corral, prometheus: Prometh
         return f"{prometheus.firing()} {prometheus.samples('ray_corral_inter_token_latency_seconds_count')}"
 
     (engine,) = processes.tagged(corral.directory, "serve_app.run.local.engine")
-    stream = {"model": "m", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
     ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.is_set():
-            corral.http.post("/v1/completions", json=stream)
 
     def stall() -> None:
         while not ended.is_set():
@@ -247,15 +242,14 @@ def test_an_alert_of_pauses_fires_and_clears(corral: Corral, prometheus: Prometh
             os.kill(engine, signal.SIGCONT)
             ended.wait(0.02)
 
-    both = [threading.Thread(target=ask), threading.Thread(target=stall)]
-    for one in both:
-        one.start()
+    stalling = threading.Thread(target=stall)
+    stalling.start()
     try:
-        wait_until(lambda: prometheus.firing() == {"CorralHighITL"}, 2 * TIMEOUT_S, told)
+        with asking(corral, 1, 20):
+            wait_until(lambda: prometheus.firing() == {"CorralHighITL"}, 2 * TIMEOUT_S, told)
     finally:
         ended.set()
-        for one in both:
-            one.join()
+        stalling.join()
     wait_until(lambda: not prometheus.firing(), TIMEOUT_S, told)
 
 

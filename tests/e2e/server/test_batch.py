@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -132,11 +131,8 @@ def test_every_endpoint(client: openai.OpenAI, endpoint: str, body: dict[str, An
 
 def anonymous_bytes(server: Corral, name: str) -> int:
     """The memory of the server's processes of that name, without what Ray's object store has."""
-    rollups = [
-        Path(f"/proc/{pid}/smaps_rollup").read_text()
-        for pid in processes.tagged(server.directory, name)
-    ]
-    return 1024 * sum(int(re.findall(r"Anonymous: +(\d+) kB", text)[0]) for text in rollups)
+    pids = processes.tagged(server.directory, name)
+    return 1024 * sum(processes.rollup_kib(pid, "Anonymous:") for pid in pids)
 
 
 @pytest.mark.long

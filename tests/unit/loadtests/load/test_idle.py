@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.common.processes import TAG
-from loadtests.load.idle import measured, percentages, proportional_mib, short_name
+from loadtests.common.processes import TAG, rollup_kib
+from loadtests.load.idle import measured, percentages, short_name
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_memory_that_nobody_shares_counts_whole() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        memory = proportional_mib(process.pid)
+        memory = rollup_kib(process.pid, "Pss:") / 2**10
         process.communicate(b"\n")
     assert 64 < memory < 160
 
