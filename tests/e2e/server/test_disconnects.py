@@ -45,7 +45,7 @@ async def test_a_client_that_leaves_mid_stream_frees_its_slot(
         async for line in response.aiter_lines():
             if line and sse(line)["choices"][0]["text"]:
                 break
-        assert corral.stats(SMALL)["queue"]["running"] == 1
+        await until(corral, lambda stats: stats["queue"]["running"] == 1, "running")
     await until(corral, lambda stats: stats["queue"]["running"] == 0, "slot free")
     stats = corral.stats(SMALL)
     assert aborted(corral) == before + 1
