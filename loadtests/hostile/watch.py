@@ -14,12 +14,13 @@ from loadtests.common.processes import command_line, rollup_kib, tagged
 SERVING = ("ServeReplica", "ProxyActor", "ServeController", "raylet", "gcs_server")
 """Parts of the names of processes that serve all requests."""
 SAMPLE_EVERY_S = 0.4
+_LARGE_KIB = 2**19
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
 class Memory:
-    """MiB of all processes together: what they have resident, and of forked ones what is theirs alone."""
+    """MiB of all processes together: see `memory_mib`."""
 
     before: float
     most: float
@@ -43,14 +44,13 @@ def died(before: Mapping[int, str], after: Mapping[int, str]) -> list[str]:
 
 
 def memory_mib(directory: Path) -> float:
-    """The resident memory of all of its processes. A process that was forked, and calls itself as
-    its parent, shares the most of it with that one: only its own pages count."""
-    named = {pid: command_line(pid) for pid in tagged(directory)}
+    """The memory of all of its processes: of one what is its own, as a forked one shares the most with its
+    parent, and of a large one what it has resident, as asking for its own would hold it up."""
     total = 0.0
-    for pid, name in named.items():
+    for pid in tagged(directory):
         with suppress(OSError):
-            is_forked = name and named.get(_parent(pid)) == name
-            total += rollup_kib(pid, "Private_") if is_forked else _resident_kib(pid)
+            resident = _resident_kib(pid)
+            total += resident if resident > _LARGE_KIB else rollup_kib(pid, "Private_")
     return total / 2**10
 
 

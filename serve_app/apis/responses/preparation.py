@@ -84,7 +84,7 @@ class ResponsesRequest(AnswerParams):
     )
     INERT: ClassVar[frozenset[str]] = frozenset(
         {
-            *("client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+            *("client_metadata", "prompt_cache_key", "prompt_cache_retention"),
             *("access_programs", "background_options", "image"),
             "max_tool_calls",  # of tools that OpenAI's servers run
         }
@@ -106,6 +106,8 @@ class ResponsesRequest(AnswerParams):
     text: TextConfig = Field(default=TextConfig())
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
+    safety_identifier: str | None = None
+    """OpenAI's newer name of `user`, which counts before it."""
     return_progress: bool = False
     """llama-server's: whether a stream tells how far its prompt is computed, in `prompt_progress`."""
     timings_per_token: bool = False
@@ -179,7 +181,7 @@ class ResponsesRequest(AnswerParams):
             later_tools=[*later.known.values()],
             tool_choice=plain_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            user=self.user,
+            user=self.user or self.safety_identifier,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
             reasoning_effort=next(
@@ -389,6 +391,7 @@ def _request_fields(request: ResponsesRequest, sampling: SamplingParams) -> dict
             "summary": request.reasoning
             and (request.reasoning.summary or request.reasoning.generate_summary),
         },
+        "safety_identifier": request.safety_identifier,
         "service_tier": "flex" if request.service_tier == "flex" else "default",
         "store": request.store,
         "text": request.text.model_dump(

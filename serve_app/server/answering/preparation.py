@@ -205,7 +205,7 @@ def make_generation(
         timings=(params.timings or params.timings_per_token) and len(prompts) * n == 1,
         timings_per_token=timings_per_token,
         return_progress=return_progress,
-        user=params.user,
+        user=params.user or params.safety_identifier,
         cache_salt=params.cache_salt if params.cache_prompt else uuid.uuid4().hex,
         sse_ping_interval=params.sse_ping_interval,
     )

@@ -195,7 +195,7 @@ class GenerationParams(AnswerParams):
     }
     REFUSED: ClassVar[frozenset[str]] = frozenset({"truncate_prompt_tokens"})
     INERT: ClassVar[frozenset[str]] = frozenset(
-        {"store", "prediction", "prompt_cache_key", "safety_identifier", "guided_decoding_backend"}
+        {"store", "prediction", "prompt_cache_key", "guided_decoding_backend"}
     )
 
     stream_options: StreamOptions | None = None
@@ -251,6 +251,8 @@ class GenerationParams(AnswerParams):
     after all samplers, as `prob` and `top_probs`."""
     user: str | None = None
     """The user whose request this is. Slots are shared fairly among users."""
+    safety_identifier: str | None = None
+    """OpenAI's newer name of `user`, which counts before it."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """vLLM's: lower ones get a slot first."""
     context_shift: bool | None = None

@@ -154,6 +154,18 @@ async def test_client_and_priority_reach_the_engine(
     assert [(r.client, r.priority) for r in engine.requests] == [("", 0), ("ana", -2)]
 
 
+async def test_a_safety_identifier_names_the_client_too(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    """Gateways drop `user`, which OpenAI calls deprecated, and pass this on."""
+    for names in ({}, {"user": None}, {"user": "ana"}):
+        named = {"safety_identifier": "ben"} | names
+        await client.post("/v1/completions", json={"prompt": "x"} | named)
+        await client.post("/v1/chat/completions", json=chat(**named))
+        await client.post("/v1/responses", json={"input": "x"} | named)
+    assert [request.client for request in engine.requests] == ["ben"] * 6 + ["ana"] * 3
+
+
 @pytest.mark.parametrize(
     ("tier", "is_behind"), [("flex", True), ("auto", False), ("priority", False), (None, False)]
 )

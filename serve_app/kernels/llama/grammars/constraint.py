@@ -38,6 +38,8 @@ class Constraint:
         self._matcher = matcher
         self.n_vocab = n_vocab
         self._origin: Constraint | None = None
+        self._forced: list[int] = []
+        """The only tokens that may follow, the next one last. To find them takes as long as they are many."""
 
     def fresh(self) -> Constraint:
         """A constraint by the same grammar from its beginning, for another sequence, while this one took
@@ -48,12 +50,21 @@ class Constraint:
 
     def take(self, token: int) -> bool:
         """Go on by this token; False, and nothing happens, if the grammar does not allow it here."""
-        return self._matcher.try_consume_tokens([token]) == 1
+        if self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        if self._forced and self._forced.pop() != token:
+            self._forced.clear()
+        return True
 
     def token_mask(self) -> NDArray[np.bool_]:
         """A flag for each token id: whether it may be next."""
+        if self._forced:
+            return np.bincount(self._forced[-1:], minlength=self.n_vocab).astype(bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
+        mask = np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
+        if np.count_nonzero(mask) == 1:
+            self._forced = self._matcher.compute_ff_tokens()[::-1]
+        return mask
 
     @property
     def complete(self) -> bool:

@@ -116,6 +116,7 @@ async def test_a_whole_response(client: httpx.AsyncClient, engine: ScriptedEngin
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
         "service_tier": "default",
         "store": True,
         "temperature": 0.5,
@@ -169,7 +170,7 @@ async def test_parameters_reach_the_engine(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     neutral = {"store": True, "truncation": "disabled", "include": [], "top_logprobs": 0}
-    inert = {"prompt_cache_key": "k", "safety_identifier": "s"}
+    inert = {"prompt_cache_key": "k"}
     await answer(client, temperature=0, top_p=0.5, max_output_tokens=7, **neutral, **inert)
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0, 0.5, 7)

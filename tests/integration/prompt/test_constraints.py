@@ -1,6 +1,10 @@
-"""Grammars that wait for a trigger, over the built-in model's vocabulary."""
+"""A sequence's place in a grammar, and grammars that wait for a trigger, over the built-in model's vocabulary."""
 
 from __future__ import annotations
+
+import re
+
+import pytest
 
 from serve_app.base.sampling import Triggers
 from serve_app.kernels.llama.grammars.constraint import Constraint
@@ -21,6 +25,32 @@ def taken(constraint: Constraint, text: str) -> str:
     given = tokens(text)
     n = next((i for i, token in enumerate(given) if not constraint.take(token)), len(given))
     return MODEL.detokenize(given[:n])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "differs_at"),
+    [
+        ("a{300}", None),
+        ("a{300}", 5),
+        ("the answer is (forty two|forty three), and that is that[.!]", None),
+    ],
+)
+def test_a_text_that_is_forced_has_the_masks_of_each_place(
+    pattern: str, differs_at: int | None
+) -> None:
+    """What is known from one place is what would be found at the next ones, also after another token than
+    the one that was forced, and for whoever begins anew."""
+    grammar = grammars.from_regex(pattern, "regex")
+    constraint, past = MODEL.constraint(grammar), list[int]()
+    while not constraint.complete:
+        anew = MODEL.constraint(grammar).fresh()
+        assert all(anew.take(token) for token in past)
+        mask = constraint.token_mask()
+        assert mask.tolist() == anew.token_mask().tolist()
+        token = tokens("a")[0] if len(past) == differs_at else int(mask.nonzero()[0][0])
+        assert constraint.take(token)
+        past.append(token)
+    assert re.fullmatch(pattern, MODEL.detokenize(past))
 
 
 def test_the_text_is_free_up_to_the_trigger() -> None:
