@@ -103,7 +103,7 @@ def test_a_stream_that_broke_is_read_on(client: openai.OpenAI, corral: Corral) -
 
 
 def test_cancelling_frees_the_slots(client: openai.OpenAI, corral: Corral) -> None:
-    # One alone is over within a second. Drafts are wrong at this temperature, so repeated text is no faster.
+    # One alone is over within a second. Drafts are wrong at this temperature: repeats are no faster.
     asked = [long_one(client, max_output_tokens=1900, temperature=2) for _ in range(12)]
 
     def busy() -> int:

@@ -1,4 +1,4 @@
-"""A sequence's place in a grammar, and grammars that wait for a trigger, over the built-in model's vocabulary."""
+"""Places in grammars, also in those that wait for a trigger, over the built-in model's vocabulary."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Constraint:
         self.n_vocab = n_vocab
         self._origin: Constraint | None = None
         self._forced: list[int] = []
-        """The only tokens that may follow, the next one last. To find them takes as long as they are many."""
+        """The only tokens that may follow, the next one last. Finding them takes longer the more they are."""
 
     def fresh(self) -> Constraint:
         """A constraint by the same grammar from its beginning, for another sequence, while this one took
