@@ -39,7 +39,7 @@ class Constraint:
         self.n_vocab = n_vocab
         self._origin: Constraint | None = None
         self._forced: list[int] = []
-        """The only tokens that may follow, the next one last. Finding them takes longer the more they are."""
+        """The only tokens that may follow, the next one last. The more they are, the longer it takes."""
 
     def fresh(self) -> Constraint:
         """A constraint by the same grammar from its beginning, for another sequence, while this one took
