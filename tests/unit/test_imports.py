@@ -23,7 +23,7 @@ BUDGETS = {
     "prompt": 5989,
     "engine": 12248,
     "server": 9892,
-    "apis": 10629,
+    "apis": 10630,
     "run": 5151,
     "cluster": 1691,
     "cli": 3893,

@@ -35,6 +35,7 @@ from serve_app.server.http.description import also, api_router, form
 from serve_app.server.http.upload_form import UploadForm
 
 _BUFFER_BYTES = 2**20
+_PIECE_BYTES = 2**16  # each download that is not read holds two
 _EXPIRES_S = 3600, 2_592_000
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 BatchLimit = Annotated[int, Query(ge=1, le=100)]
@@ -210,7 +211,7 @@ def _take_file(store: BatchStore, owner: str, arriving: Path, form: UploadForm) 
 async def _contents(path: Path) -> AsyncIterator[bytes]:
     file = await asyncio.to_thread(path.open, "rb")
     try:
-        while piece := await asyncio.to_thread(file.read, _BUFFER_BYTES):
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
             yield piece
     finally:
         await asyncio.to_thread(file.close)
