@@ -21,7 +21,7 @@ BUDGETS = {
     "kernels": 6782,
     "store": 1418,
     "prompt": 5989,
-    "engine": 12248,
+    "engine": 12265,
     "server": 9892,
     "apis": 10630,
     "run": 5151,

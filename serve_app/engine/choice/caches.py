@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from serve_app.base.engine_options import EngineOptions
-from serve_app.base.formats import block_size
+from serve_app.base.formats import block_size, n_bytes
 from serve_app.base.progress import Report, Stage
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.choice.rating import alike, comparison, fastest, fill_profile, request_s
@@ -17,7 +17,7 @@ from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.engine.costs.profile_cache import is_disturbed
 from serve_app.engine.costs.profiler import DEPTH, ROOM, DeepProfiler, Profiler, in_turns
-from serve_app.kernels.llama.context import Context
+from serve_app.kernels.llama.context import CELL_PADDING, Context
 from serve_app.kernels.llama.model import Model
 
 logger = logging.getLogger("corral.engine")
@@ -26,6 +26,10 @@ logger = logging.getLogger("corral.engine")
 _SAME = 0.12
 # Tokens of a slot in contexts that are only profiled: the largest chunk.
 _PROFILE_CTX = 512
+# A quarter of all tokens in such contexts stand before deep batches, at most.
+_DEEP_PART = 1 / 4
+# What they may take also where the cache that comes after them is smaller.
+_PROFILE_BYTES = 2**28
 # The part of its time in which profiling compares modes.
 _COMPARING = 0.8
 
@@ -115,15 +119,28 @@ def fastest_mode(
     return best, f"{best}: {why}", other
 
 
+def _size_contexts(modes: Sequence[Mode], model: Model, options: EngineOptions) -> tuple[int, int]:
+    """Tokens of a slot, and those before deep batches, in the contexts that `_measure` opens. All are open
+    at once, and take no more memory than the cache that comes after them."""
+    of_layer = sum(map(n_bytes, (options.cache_type_k, options.cache_type_v), model.layer_elements))
+    n_cells = max(options.n_ctx_together, _PROFILE_BYTES // max(1, model.n_layer * of_layer))
+    n_deep = len({mode.flash_attn for mode in modes})
+    of_deep = int(_DEEP_PART * n_cells) // n_deep // CELL_PADDING * CELL_PADDING
+    # Slots of recurrent layers cannot forget the rows of a batch.
+    most = 0 if model.is_recurrent else min(model.window or DEPTH, DEPTH)
+    most = min(most, options.n_ctx_share - ROOM, of_deep - ROOM - options.n_slots)
+    n_left = n_cells - n_deep * of_deep
+    n_each = n_left // (len(modes) * options.n_slots) // CELL_PADDING * CELL_PADDING
+    n_ctx_slot = min(options.n_ctx_share, _PROFILE_CTX, max(CELL_PADDING, n_each))
+    return n_ctx_slot, max(0, most // ROOM * ROOM)
+
+
 def _measure(
     modes: Sequence[Mode], model: Model, options: EngineOptions, open_context: OpenContext
 ) -> CachePlan:
     """Compare the modes, then measure the rest of the one that is chosen."""
     began, n_slots, n_batch = time.perf_counter(), options.n_slots, options.n_batch
-    n_ctx_slot = min(options.n_ctx_share, _PROFILE_CTX)
-    # Slots of recurrent layers cannot forget the rows of a batch.
-    most = 0 if model.is_recurrent else min(model.window or DEPTH, DEPTH)
-    depth = max(0, min(most, options.n_ctx_share - ROOM) // ROOM * ROOM)
+    n_ctx_slot, depth = _size_contexts(modes, model, options)
     clocks = Clocks(options.threads_of)
 
     def left_s(part: float = 1.0) -> float:

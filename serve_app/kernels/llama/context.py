@@ -34,7 +34,7 @@ Pooling = Literal["none", "rank"]
 # A sequence of which only this part is in use is copied as a state: one copy takes as long either way.
 _FEW_CELLS = 1 / 4
 # llama.cpp rounds a sequence's length up to this many cells.
-_CELL_PADDING = 256
+CELL_PADDING = 256
 # Bytes for which somebody who comes waits while a state is saved that nobody asked for.
 _TOUCHED = 2**24
 # What llama_decode returns when it finds no cells, having changed nothing; and when it was cancelled.
@@ -556,7 +556,7 @@ class Context:
 
 
 def _pad(n_tokens: int) -> int:
-    return -(-n_tokens // _CELL_PADDING) * _CELL_PADDING
+    return -(-n_tokens // CELL_PADDING) * CELL_PADDING
 
 
 def _batch_of(
