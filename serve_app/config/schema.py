@@ -221,7 +221,8 @@ class ModelConfig(Section):
     """A model that is served, as an autoscaled deployment of its own."""
 
     id: Annotated[str, Field(pattern=MODEL_ID, max_length=128)]
-    """The name that clients put into `model`. A request without `model` gets the first model."""
+    """The name that clients put into `model`. A request without `model` gets the first model, and one for
+    embeddings or rankings the first that is made for it."""
     aliases: list[Annotated[str, Field(pattern=_MODEL_NAME, max_length=128)]] = []
     """Other names of the model that clients may send. `*` stands for every name that no model has. Default:
     none."""

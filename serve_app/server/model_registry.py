@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from itertools import chain
 from typing import Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
@@ -264,16 +272,20 @@ def active(adapters: Iterable[AdapterUse]) -> Adapters:
     return tuple(sorted(one for one in adapters if one.scale != 0))
 
 
-def find(models: Mapping[str, M], name: str | None) -> M:
-    """The model of that name, with an adapter if it is `MODEL:ADAPTER`, or the first without a name. A name
-    that is nobody's means the model that Ollama would take: see `full_name`. Raises ModelNotFoundError.
+def find(models: Mapping[str, M], name: str | None, purposes: Container[Purpose] = ()) -> M:
+    """The model of that name, with an adapter if it is `MODEL:ADAPTER`. Without a name, it is the first one
+    that is made for one of the purposes, or the first. A name that is nobody's means the model that Ollama
+    would take: see `full_name`. Raises ModelNotFoundError.
 
     It is the one check of what the present caller may use: no other way leads from a client's name to a
     model. Raises PermissionDeniedError, also for a name that nobody has. So the answer does not tell
     whether there is such a model. The model has the adapters that the caller may use."""
     caller = request_context.current()
-    if name is None or name in models:
-        base = model = next(iter(models.values())) if name is None else models[name]
+    if name is None:
+        made_for_it = (one for one in models.values() if purposes and one.purpose in purposes)
+        base = model = next(chain(made_for_it, models.values()))
+    elif name in models:
+        base = model = models[name]
     else:
         candidates = chain(
             ((model, model) for model in models.values() if name in model.aliases),

@@ -321,7 +321,7 @@ def llama_embedding(models: Models, request: EmbeddingsRequest) -> TextsToEmbed:
 def _embeddings(
     models: Models, request: EmbeddingsRequest, check: Callable[[ModelInfo], None]
 ) -> TextsToEmbed:
-    model = find(models, request.model)
+    model = find(models, request.model, ("embeddings",))
     check(model)
     _check_dimensions(model, request.dimensions)
     prompt = _prompt(model, request.prompt_name, request.input_type)
@@ -356,7 +356,7 @@ def _texts_to_embed(model: ModelInfo, request: TextsRequest, instruction: str = 
 
 def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
     """POST /v1/classify. Raises CorralError."""
-    model = find(models, request.model)
+    model = find(models, request.model, ("classify",))
     _check_has_classifier(model, "classify", "classification")
     norm = 2 if request.use_activation else -1
     return replace(_texts_to_embed(model, request), norm=norm)
@@ -364,7 +364,7 @@ def classify(models: Models, request: ClassifyRequest) -> TextsToEmbed:
 
 def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
     """POST /embed. Raises CorralError."""
-    model = find(models, request.model)
+    model = find(models, request.model, ("embeddings",))
     check_makes_embeddings(model)
     _check_dimensions(model, request.dimensions)
     inputs = [request.inputs] if isinstance(request.inputs, str) else [*request.inputs]
@@ -375,7 +375,7 @@ def tei_embed(models: Models, request: TeiEmbedRequest) -> TextsToEmbed:
 
 def cohere_embed(models: Models, request: CohereEmbedRequest) -> TextsToEmbed:
     """POST /v2/embed. Raises CorralError."""
-    model, prompts = find(models, request.model), request.prompts
+    model, prompts = find(models, request.model, ("embeddings",)), request.prompts
     check_makes_embeddings(model)
     _check_dimensions(model, request.output_dimension)
     if not 0 < len(prompts) <= MAX_TEXTS:
@@ -414,7 +414,7 @@ class PairsToRank:
 
 def rerank(models: Models, request: RerankRequest) -> PairsToRank:
     """POST /v1/rerank. Raises CorralError."""
-    model, given = find(models, request.model), request.texts
+    model, given = find(models, request.model, ("rerank",)), request.texts
     kept = [_first_tokens(model, text, request.max_tokens_per_doc) for text in given]
     texts = _tokenize_pairs(model, request, [(request.query, text) for text in kept])
     return PairsToRank(
@@ -444,7 +444,7 @@ def _first_tokens(model: ModelInfo, text: str, n_most: int | None) -> str:
 
 def score(models: Models, request: ScoreRequest) -> PairsToRank:
     """POST /v1/score. Raises CorralError."""
-    model = find(models, request.model)
+    model = find(models, request.model, ("rerank",))
     texts = _tokenize_pairs(model, request, request.pairs)
     is_logistic = request.use_activation and not model.tokenizer.model.has_softmax
     return PairsToRank(model.id, texts, is_logistic=is_logistic)

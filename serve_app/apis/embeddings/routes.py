@@ -83,7 +83,7 @@ async def cohere_embed(
 @ROUTER.get("/info")
 async def tei_info(models: ModelsArgument, model: str | None = None) -> dict[str, Any]:
     """A model as text-embeddings-inference describes the one that it serves."""
-    return preparation.describe_as_tei(find(models, model))
+    return preparation.describe_as_tei(find(models, model, ("embeddings", "rerank", "classify")))
 
 
 @ROUTER.post("/v1/classify")

@@ -55,3 +55,17 @@ async def test_every_route_takes_the_names_that_any_lists(
         assert (await client.get(f"/v1/models/{name}")).json()["id"] in ("first", "org/second")
     missing = await client.post(path, json=body | {"model": "first:other"})
     assert missing.status_code == 404
+
+
+def test_without_a_name_the_first_model_that_is_made_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients of text-embeddings-inference name no model, also beside a chat model."""
+    purposes = {"chat": "text", "other": "text", "vectors": "embeddings", "ranks": "rerank"}
+    monkeypatch.setattr(ModelInfo, "purpose", property(lambda self: purposes[self.id]))
+    served = models(chat=(), other=(), vectors=(), ranks=())
+    assert find(served, None).id == "chat"
+    assert find(served, None, ("embeddings",)).id == "vectors"
+    assert find(served, None, ("rerank",)).id == "ranks"
+    assert find(served, None, ("classify",)).id == "chat"
+    assert find(served, "other", ("embeddings",)).id == "other"
