@@ -42,6 +42,10 @@ def check_yaml(text: str) -> None:
             schema.parse(application)
         case {"keys": _} as keys:
             KeyFile.model_validate(keys)
+        case {"model_list": models, "router_settings": _}:  # LiteLLM's, which is no dependency
+            for model in models:
+                base = model["litellm_params"]["api_base"]
+                check_curl([f"{base}/models"])
         case [*models]:
             for model in models:
                 schema.ModelConfig.model_validate(model)
