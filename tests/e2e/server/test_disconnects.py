@@ -42,7 +42,8 @@ async def test_a_client_that_leaves_mid_stream_frees_its_slot(
 ) -> None:
     before = aborted(corral)
     async with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-        async for line in response.aiter_lines():
+        lines = response.aiter_lines()  # kept: without it, httpx would leave
+        async for line in lines:
             if line and sse(line)["choices"][0]["text"]:
                 break
         await until(corral, lambda stats: stats["queue"]["running"] == 1, "running")
