@@ -4,8 +4,8 @@
 # Version: litellm 1.108.7, openai 3.57.0 (PyPI)
 # Behaviour: A model has one server, which answers one request with the status below, and all others with 200. After 401 and
 # 404 the proxy refuses the next request with a 429 of its own and does not ask the server, although it is the only one.
-# `cooldown_time: 0` changes nothing; `disable_cooldowns: true` does. Other errors are no reason. 403, 408, 429 and those
-# above 500 are asked three times, and a `Retry-After` of up to 60 s is slept away before each.
+# `cooldown_time: 0` changes nothing; `disable_cooldowns: true` does. Other errors are no reason, but 403,
+# 429 and 503 are asked three times.
 # Seen:
 #   defaults, 400: asked once, the next request 200
 #   defaults, 401: asked once, the next request 429 No deployments available for selected model, Try again in 5 seconds
