@@ -44,8 +44,8 @@ def died(before: Mapping[int, str], after: Mapping[int, str]) -> list[str]:
 
 
 def memory_mib(directory: Path) -> float:
-    """The memory of all of its processes: of one what is its own, as a forked one shares the most with its
-    parent, and of a large one what it has resident, as asking for its own would hold it up."""
+    """The memory of all of its processes. Each one's own pages count, as a forked one shares most with its
+    parent. Of a large one, all that is resident counts: asking for its own would hold it up."""
     total = 0.0
     for pid in tagged(directory):
         with suppress(OSError):

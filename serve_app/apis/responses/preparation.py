@@ -181,7 +181,8 @@ class ResponsesRequest(AnswerParams):
             later_tools=[*later.known.values()],
             tool_choice=plain_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            user=self.user or self.safety_identifier,
+            user=self.user,
+            safety_identifier=self.safety_identifier,
             return_progress=self.return_progress,
             timings_per_token=self.timings_per_token,
             reasoning_effort=next(

@@ -39,7 +39,7 @@ class Constraint:
         self.n_vocab = n_vocab
         self._origin: Constraint | None = None
         self._forced: list[int] = []
-        """The only tokens that may follow, the next one last. The more they are, the longer it takes."""
+        """The only tokens that may follow, the next one last. To find n of them takes n times as long."""
 
     def fresh(self) -> Constraint:
         """A constraint by the same grammar from its beginning, for another sequence, while this one took
@@ -59,7 +59,9 @@ class Constraint:
     def token_mask(self) -> NDArray[np.bool_]:
         """A flag for each token id: whether it may be next."""
         if self._forced:
-            return np.bincount(self._forced[-1:], minlength=self.n_vocab).astype(bool)
+            mask = np.zeros(self.n_vocab, np.bool_)
+            mask[self._forced[-1]] = True
+            return mask
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self.n_vocab, bitorder="little").astype(bool)
         if np.count_nonzero(mask) == 1:
