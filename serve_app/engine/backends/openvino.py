@@ -43,7 +43,7 @@ from serve_app.kernels.openvino.convert import converted_of, unserved_reason, ve
 from serve_app.kernels.openvino.encoder import Encoder
 from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.paged.blocks import BLOCK
-from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
+from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type, computes_bf16
 from serve_app.kernels.openvino.paged.context import PagedContext
 from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart
@@ -264,8 +264,11 @@ class OpenVinoBackend:
 
 
 def _cache_type(options: EngineOptions) -> CacheType:
+    """The format of keys and values. `w8a8` rounds the products of attention, too: to bf16, where the
+    processor computes with such numbers."""
+    narrow = options.quantization == "w8a8" and computes_bf16()
     types: dict[str, CacheType] = {"bf16": "bf16", "q8_0": "u8"}
-    return types.get(options.cache_type_k, "f16")
+    return types.get(options.cache_type_k, "bf16" if narrow else "f16")
 
 
 def _paged_options(options: EngineOptions, part: ModelPart) -> PagedOptions:

@@ -25,6 +25,7 @@ pytest.importorskip("openvino", reason="corral[openvino] is not installed")
 
 import openvino
 
+from serve_app.engine.backends import openvino as openvino_backend
 from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.kernels.openvino import convert, graph, weights
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
@@ -423,6 +424,24 @@ def test_eight_bits_for_longer_groups_are_nearly_as_exact(
     compiled = layers._request.get_compiled_model()
     assert compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 128
     assert least < agreement(logits(rounded), theirs(path)) < 0.999999
+
+
+@computes_bf16
+def test_eight_bits_have_attention_with_bf16_where_the_processor_has_such_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Made("llama").write(tmp_path / "model.gguf")
+    backends = [opened(path, _W8A8)]
+    monkeypatch.setattr(openvino_backend, "computes_bf16", lambda: False)
+    backends.append(opened(path, _W8A8))
+    kinds = []
+    for backend in backends:
+        assert isinstance(backend._context.layers, PagedModel)
+        kinds.append({cache.dtype for cache in backend._context.layers.caches.values()})
+    assert kinds == [{shifts.BF16}, {np.dtype(np.float16)}]
+    assert backends[0].states.key != backends[1].states.key
+    found = [logits(backend) for backend in backends]
+    assert 0.999 < agreement(*found) < 0.999999
 
 
 def test_products_of_the_same_values_turn_them_once(tmp_path: Path) -> None:

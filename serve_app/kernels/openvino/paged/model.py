@@ -134,9 +134,12 @@ class PagedModel:
         return result
 
     def _describe(self, values: Values) -> Values:
-        """Add the bytes of a block and of all weights, and how far positions turn the keys of each
-        layer."""
-        turns = b"".join(radians.tobytes() for radians in self.frequencies.values())
+        """Add the bytes of a block and of all weights, and the numbers of each layer's keys: their format,
+        and how far positions turn them."""
+        turns = b"".join(
+            self.caches[name].dtype.str.encode() + radians.tobytes()
+            for name, radians in self.frequencies.items()
+        )
         described: Values = {
             "block_bytes": np.array([self._block_bytes], np.int64),
             "weight_bytes": np.array([self.weights_bytes], np.int64),
