@@ -15,10 +15,10 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2541,
+    "base": 2625,
     "channel": 1387,
     "config": 1393,
-    "kernels": 6784,
+    "kernels": 6788,
     "store": 1418,
     "prompt": 5989,
     "engine": 12265,

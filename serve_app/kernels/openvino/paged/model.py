@@ -17,6 +17,7 @@ import openvino
 from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError, DecodeCancelledError, DecodeError
+from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.graph import EMBEDS, HIDDEN, TOKENS
 from serve_app.kernels.openvino.paged import compiling, shifts
@@ -87,7 +88,7 @@ class PagedModel:
         self._weights = path.with_suffix(".bin")
         self.weights_bytes = self._weights.stat().st_size
         graph = compiling.read_graph(path)  # which has the file mapped
-        with compiling.forgetting(self._weights):
+        with compiling.forgetting(self._weights), pace():
             executable, self.frequencies = compiling.compile_model(
                 path, graph, options.threads, options.cache_type, options.n_ctx_slot
             )
@@ -151,7 +152,7 @@ class PagedModel:
     def _warm_up(self, values: Values) -> Values:
         """Compute the first pass. For it, the kernels put the weights into an order of their own, so the
         file's pages are not needed any more."""
-        with compiling.forgetting(self._weights):
+        with compiling.forgetting(self._weights), pace():
             return self._compute(values)
 
     def _compute(self, values: Values) -> Values:
