@@ -176,7 +176,7 @@ class ModelInfo(ModelEntry):
     """A model whose vocabulary was read, as every process of an ingress knows it."""
 
     tokenizer: Tokenizer
-    """That of a model with a problem raises it at any use."""
+    """A tokenizer; that of a model with a problem raises it at any use."""
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
