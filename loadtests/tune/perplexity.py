@@ -3,8 +3,8 @@
     python -m loadtests.tune.perplexity --model PATH [--backends llama.cpp,openvino,openvino-w8a8]
         [--text FILE] [--windows 16] [--threads N]
 
-`-bf16` behind a backend's name has it keep keys and values as bf16, in place of f16. `openvino-w8a8` has
-`engine.quantization: w8a8`.
+`-bf16` behind a backend's name has it keep keys and values as bf16, in place of f16. `openvino-w8a8-bf16`
+has `engine.quantization: w8a8`, and `openvino-w8a8` has it as on processors without bf16.
 
 The text is read in windows of 256 tokens, each from nothing; what counts is the second half of each. The
 default text is what every machine has: Python's own modules. The first backend is what the others are
@@ -47,6 +47,7 @@ BACKENDS: dict[str, ReadingContext] = {
     **KERNELS,
     **{f"{name}-bf16": partial(opened, cache_type="bf16") for name, opened in KERNELS.items()},
     "openvino-w8a8": partial(paged, quantization="w8a8"),
+    "openvino-w8a8-bf16": partial(paged, cache_type="bf16", quantization="w8a8"),
 }
 
 

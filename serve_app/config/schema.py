@@ -122,9 +122,10 @@ class EngineConfig(Section):
     `cache_type_k`."""
     quantization: Quantization = "auto"
     """Whether OpenVINO rounds products further than in the file. `w8a8` has weights and activations of 8
-    bits with [scales for longer groups](openvino.md#weights-and-activations-of-8-bits), and needs
-    `backend: openvino`. `none` has the file's weights. `auto` takes what is measured to be faster, with
-    `backend: auto`, and else the file's weights."""
+    bits with [scales for longer groups](openvino.md#weights-and-activations-of-8-bits). Where the processor
+    computes with bf16, keys and values are bf16 in place of f16. It needs `backend: openvino`. `none` has
+    the file's weights. `auto` takes what is measured to be faster, with `backend: auto`, and else the
+    file's weights."""
     system_prompts: list[Annotated[str, Field(min_length=1)]] = []
     """System prompts that every replica computes when it starts and keeps, each in a slot of its own.
     Chats without tools that begin with one start from there, for every client. Default: none."""

@@ -43,7 +43,7 @@ from serve_app.kernels.openvino.convert import converted_of, unserved_reason, ve
 from serve_app.kernels.openvino.encoder import Encoder
 from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.paged.blocks import BLOCK
-from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type
+from serve_app.kernels.openvino.paged.compiling import CacheType, check_cache_type, computes_bf16
 from serve_app.kernels.openvino.paged.context import PagedContext
 from serve_app.kernels.openvino.paged.model import LayerChain, Layers, PagedModel, PagedOptions
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart
@@ -170,10 +170,12 @@ class OpenVinoBackend:
         check_cache_type(_cache_type(options))
         self._fingerprint = model.fingerprint()
         part = WHOLE if chain is None else chain.part
-        graph = converted_of(model, options.max_converted_bytes, report, part, options.quantization)
+        most, many_from = options.max_converted_bytes, plan.kernels.many_from
+        graph = converted_of(model, most, report, part, options.quantization)
+        few = None if many_from is None else (converted_of(model, most, report), many_from)
         report(Stage("loading"))
         paged = _paged_options(options, part)
-        layers = _open_layers(model, graph, paged, chain)
+        layers = _open_layers(model, graph, paged, chain, few)
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
@@ -264,8 +266,11 @@ class OpenVinoBackend:
 
 
 def _cache_type(options: EngineOptions) -> CacheType:
+    """The format of keys and values. `w8a8` rounds the products of attention, too: to bf16, where the
+    processor computes with such numbers."""
+    narrow = options.quantization == "w8a8" and computes_bf16()
     types: dict[str, CacheType] = {"bf16": "bf16", "q8_0": "u8"}
-    return types.get(options.cache_type_k, "f16")
+    return types.get(options.cache_type_k, "bf16" if narrow else "f16")
 
 
 def _paged_options(options: EngineOptions, part: ModelPart) -> PagedOptions:
@@ -290,10 +295,14 @@ def _paged_options(options: EngineOptions, part: ModelPart) -> PagedOptions:
 
 
 def _open_layers(
-    model: Model, graph: Path, paged: PagedOptions, chain: LayerChain | None
+    model: Model,
+    graph: Path,
+    paged: PagedOptions,
+    chain: LayerChain | None,
+    few: tuple[Path, int] | None,
 ) -> Layers:
     if chain is None:
-        return PagedModel(graph, paged)
+        return PagedModel(graph, paged, few=few)
     embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
     chain.open(partial(PagedModel, graph, paged, embeddings))
     return chain

@@ -21,7 +21,8 @@ from serve_app.kernels.openvino.graph import FREQUENCIES, HIDDEN, GraphNotes
 
 CacheType = Literal["f16", "bf16", "u8"]
 """The format of keys and values. With bf16, attention is computed with such numbers, too, which some
-processors do twice as fast. With u8, each token's numbers of a head are bytes with a scale of their own."""
+processors do twice as fast. With u8, each token's numbers of a head are bytes with a scale of their own.
+These processors compute attention to them with bf16, too."""
 
 SAMPLED, EMBEDDED = "sampled", "embedded"
 """Inputs: the rows whose logits, and whose vectors, are wanted."""
@@ -37,12 +38,15 @@ _DONTNEED = 4
 _EVERY_S = 0.05
 
 
+def computes_bf16() -> bool:
+    """Whether the processor computes with such numbers."""
+    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
 def check_cache_type(cache_type: CacheType) -> None:
     """Raises ConfigError on a processor without such numbers, where they would be turned to others and
     back. Quick: to be called before anything is converted."""
-    if cache_type != "bf16":
-        return
-    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if cache_type == "bf16" and not computes_bf16():
         raise ConfigError(
             "engine.cache_type_k and engine.cache_type_v: bf16 needs a processor that computes with such "
             "numbers (avx512_bf16 or amx_bf16), with engine.backend: openvino. Use f16 for both."
@@ -110,7 +114,7 @@ def compile_model(
             frequencies[cache] = radians.reshape(-1)
         if any(LOGITS in port.get_names() for port in model.outputs):
             _choose_rows(model)
-        if cache_type == "bf16":
+        if cache_type != "f16" and computes_bf16():
             _narrow_attention(model)
         executable = openvino.Core().compile_model(model, "CPU", settings(threads, cache_type))
         return executable, frequencies

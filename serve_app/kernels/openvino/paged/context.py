@@ -42,7 +42,7 @@ class PagedContext:
         """The size of one block."""
         self.n_parameter_bytes = int(described["weight_bytes"].sum())
         self.turns = described["turns"].tobytes()
-        """How far positions turn the keys of each layer."""
+        """The format of each layer's keys, and how far positions turn them."""
         self._n_blocks = n_blocks = options.n_blocks
         self._first = first = options.context * (n_blocks + options.n_text_blocks)
         texts = range(first + n_blocks, first + n_blocks + options.n_text_blocks)
