@@ -214,7 +214,7 @@ def served(path: Path) -> Iterator[Server]:
         ),
     )
     meter = Meter(engine)
-    file = ModelFile(str(path), "wide", N_CTX_SLOT)
+    file = ModelFile("wide", N_CTX_SLOT, str(path))
     workers = WorkerPool([file], WORKER_MODULES)
     model = ModelInfo.open(file)
     api = build_api(

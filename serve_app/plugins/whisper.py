@@ -15,7 +15,6 @@ import asyncio
 import importlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from serve_app.base.errors import (
     EngineUnavailableError,
     InvalidRequestError,
 )
-from serve_app.base.sharing import turns
+from serve_app.base.sharing.pacing import compute_in_turns
 from serve_app.base.values.media import Sound
 from serve_app.channel import processes
 from serve_app.config.schema import WhisperConfig
@@ -115,7 +114,7 @@ class WhisperProcess:
             timeout_s *= processes.BUSY_TIMES
         done = threading.Event()
         computing = asyncio.create_task(
-            asyncio.to_thread(_compute_in_turns, self._process, self._path, done)
+            asyncio.to_thread(compute_in_turns, self._process.send_signal, self._path, done.wait)
         )
         try:
             if not await processes.answers(answer, self._process.pid, timeout_s):
@@ -154,23 +153,6 @@ def _start_process(name: str, n_threads: int) -> tuple[subprocess.Popen[bytes], 
         command = [sys.executable, "-P", "-m", __name__, str(fd), name, threads]
         environment = os.environ | {"OMP_NUM_THREADS": threads}
         return subprocess.Popen(command, pass_fds=[fd], env=environment), own
-
-
-def _compute_in_turns(
-    process: subprocess.Popen[bytes], path: Path | None, done: threading.Event
-) -> None:
-    """Let a process compute until it is done, in turns with the engines of that file if there is one."""
-    if path is None:
-        return
-    with turns.join(path):
-        try:
-            while not done.is_set():
-                process.send_signal(signal.SIGSTOP)
-                turns.current().take()
-                process.send_signal(signal.SIGCONT)
-                done.wait(turns.TURN_S)
-        finally:
-            process.send_signal(signal.SIGCONT)
 
 
 def _open_whisper(name: str, threads: int) -> Any:

@@ -64,7 +64,7 @@ def settings_for(
     if data_at_rest is not True or (ingress.ui == "auto" and proxy_hides_strangers):
         ingress = ingress.model_copy(update={"ui": False})
     files = (
-        ModelFile("", m.id, 0, aliases=tuple(m.aliases), tags=tuple(m.tags), problem=left_out[m.id])
+        ModelFile(m.id, 0, "", aliases=m.aliases, tags=m.tags, problem=left_out[m.id])
         for m in app.models
         if m.id in left_out
     )
@@ -102,15 +102,15 @@ def _vocabulary_file(model: ResolvedModel) -> ModelFile:
     if model.projector is not None:
         senses = ProjectorFile(vocabulary(model.projector, model.downloads)).senses
     return ModelFile(
-        str(path),
         model.id,
         model.options.n_ctx_slot,
+        str(path),
         model.options.embedding_pooling,
-        model.defaults,
+        senses,
+        defaults=model.defaults,
         aliases=model.aliases,
         tags=model.tags,
         adapters=number_adapters(model),
-        senses=senses,
         is_on_demand=model.on_demand is not None,
         waits_for_requests=model.waits_for_requests,
     )
@@ -121,8 +121,8 @@ def _readable_file(model: ResolvedModel) -> ModelFile:
     try:
         return _vocabulary_file(model)
     except (ConfigError, OSError) as error:
-        n_ctx_slot, names = model.options.n_ctx_slot, model.aliases
-        return ModelFile("", model.id, n_ctx_slot, aliases=names, problem=str(error))
+        n_ctx_slot, names, tags = model.options.n_ctx_slot, model.aliases, model.tags
+        return ModelFile(model.id, n_ctx_slot, "", aliases=names, tags=tags, problem=str(error))
 
 
 @dataclass(frozen=True, slots=True)

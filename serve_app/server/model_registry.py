@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from itertools import chain
-from typing import Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,29 +127,38 @@ class MediaReader(Protocol):
         PicturesWantedError for those that are to be fetched."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelFile:
-    """The file that has a model's vocabulary, and what the configuration says of the model. Workers get
-    it as MessagePack, and read the file themselves."""
+@dataclasses.dataclass(frozen=True)
+class ModelEntry:
+    """A model under its names, as the configuration has it."""
 
-    path: str
     id: str
     n_ctx_slot: int
-    """Tokens that one request may have."""
-    pooling: EmbeddingPooling | None = None
-    """Takes the place of the file's own."""
+    """Tokens that one request may have, and a text to be embedded or ranked."""
+    _: dataclasses.KW_ONLY
+    aliases: Sequence[str] = ()
+    """Other names; `*` is all that no model has."""
+    tags: Sequence[str] = ()
     defaults: ModelDefaults = NO_DEFAULTS
     """The defaults of the configuration, which take the place of those that the file recommends."""
-    aliases: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
     adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
-    senses: Senses = NO_SENSES
-    """The kinds of media that the model's projector takes."""
+    """The model's LoRA adapters, each with its scale where it is asked for by its name."""
     is_on_demand: bool = False
     waits_for_requests: bool = False
     """Whether it may be that no engine runs because nobody has asked."""
     problem: str = ""
-    """The reason why the model cannot be served, if that is known before its file is read."""
+    """The reason why the model is left out, though others are served."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFile(ModelEntry):
+    """The file that has a model's vocabulary. Workers get it as MessagePack, and read the file
+    themselves."""
+
+    path: str
+    pooling: EmbeddingPooling | None = None
+    """Takes the place of the file's own."""
+    senses: Senses = NO_SENSES
+    """The kinds of media that the model's projector takes."""
 
 
 class _NoTokenizer:
@@ -163,58 +172,34 @@ class _NoTokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelInfo:
-    """A model under one of its clients' names, and what every process of an ingress knows of it."""
+class ModelInfo(ModelEntry):
+    """A model whose vocabulary was read, as every process of an ingress knows it."""
 
-    id: str
-    n_ctx_slot: int
-    """Tokens that one request may have, and a text to be embedded or ranked."""
     tokenizer: Tokenizer
-    aliases: Sequence[str] = ()
-    """Other names; `*` is all that no model has."""
-    tags: Sequence[str] = ()
-    defaults: ModelDefaults = NO_DEFAULTS
-    adapters: NumberedAdapters = dataclasses.field(default_factory=dict)
-    """The model's LoRA adapters, each with its scale where it is asked for by its name."""
+    """A tokenizer; that of a model with a problem raises it at any use."""
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
     media: MediaReader | None = None
-    is_on_demand: bool = False
-    waits_for_requests: bool = False
-    problem: str = ""
-    """The reason why it is left out, though others are served. Using its tokenizer raises that."""
 
     @classmethod
     def left_out(cls, file: ModelFile, problem: str) -> Self:
         """A model whose file cannot be read. It has its names, so that requests learn the reason."""
-        logger.error("The model %s is left out: %s", file.id, problem)
-        return cls(
-            file.id,
-            file.n_ctx_slot,
-            cast(Tokenizer, _NoTokenizer(f"The model {file.id} is left out: {problem}")),
-            aliases=file.aliases,
-            tags=file.tags,
-            is_on_demand=file.is_on_demand,
-            problem=problem,
-        )
+        problem_of_it = f"The model {file.id} is left out: {problem}"
+        logger.error("%s", problem_of_it)
+        tokenizer = cast(Tokenizer, _NoTokenizer(problem_of_it))
+        return cls(**_entry(file, problem=problem), tokenizer=tokenizer)
 
     @classmethod
     def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
         """Read a model's vocabulary. Raises ConfigError."""
         tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
-        return cls(
-            file.id,
-            tokenizer.model.most_tokens(file.n_ctx_slot),
-            tokenizer,
-            aliases=file.aliases,
-            tags=file.tags,
+        entry = _entry(
+            file,
+            n_ctx_slot=tokenizer.model.most_tokens(file.n_ctx_slot),
             defaults=file.defaults.over(tokenizer.recommended_sampling),
-            adapters=file.adapters,
-            used=active(a for a in file.adapters.values() if a.id in file.defaults.adapters),
-            media=media,
-            is_on_demand=file.is_on_demand,
-            waits_for_requests=file.waits_for_requests,
         )
+        used = active(a for a in file.adapters.values() if a.id in file.defaults.adapters)
+        return cls(**entry, tokenizer=tokenizer, used=used, media=media)
 
     @property
     def purpose(self) -> Purpose:
@@ -245,6 +230,11 @@ class ModelInfo:
 
 
 Models = Mapping[str, ModelInfo]
+
+
+def _entry(file: ModelFile, **changes: Any) -> dict[str, Any]:
+    """The fields of the model's entry, with these changes."""
+    return {one.name: getattr(file, one.name) for one in dataclasses.fields(ModelEntry)} | changes
 
 
 @dataclasses.dataclass(frozen=True)

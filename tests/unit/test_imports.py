@@ -15,13 +15,13 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2541,
+    "base": 2625,
     "channel": 1387,
-    "config": 1393,
-    "kernels": 6784,
+    "config": 1394,
+    "kernels": 6824,
     "store": 1418,
     "prompt": 5989,
-    "engine": 12265,
+    "engine": 12289,
     "server": 9900,
     "apis": 10631,
     "run": 5151,

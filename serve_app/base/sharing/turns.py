@@ -100,6 +100,7 @@ class Turns:
         """Join the engines of that file, whose folder is this user's alone. `stall_s` is the longest time
         that a stream of this engine should wait for its next token. Raises OSError."""
         make_private(path.parent)
+        self._path = path
         # Others that have another table, or cannot see whether this process lives, have another file.
         self._name = f"{path.name}.{_VERSION}.{Path('/proc/self/ns/pid').stat().st_ino}"
         self.waited_s = 0.0
@@ -173,6 +174,11 @@ class Turns:
         if self._table.holder not in (self._index, _NOBODY):
             return time.monotonic()
         return max((one.worked_at for _, one in self._others), default=-math.inf)
+
+    @property
+    def shared_file(self) -> Path | None:
+        """The file, if there are other engines."""
+        return self._path if any(True for _ in self._others) else None
 
     @property
     def held_s(self) -> float:
@@ -398,6 +404,7 @@ class Alone:
 
     held_s = waited_s = 0.0
     others_worked_at = -math.inf
+    shared_file = None
 
     def expect(self, pass_s: float) -> float:
         return pass_s

@@ -204,7 +204,7 @@ class LlamaEmbeddings:
                 kv_unified=True,
                 n_ctx=longest + n_rows,
                 pooling="rank" if shape.pooling == "rank" else "none",
-                stored_from=self._plan.kernels.stored_from,
+                stored_from=self._plan.kernels.many_from,
             ),
         )
         if state is not None:
@@ -391,7 +391,7 @@ class LlamaBackend:
                 cache_type_v=options.cache_type_v,
                 tells_hidden=options.own_layers,
                 n_rs_seq=options.n_rs_seq or 0,
-                stored_from=self.plan.kernels.stored_from,
+                stored_from=self.plan.kernels.many_from,
             ),
         )
         context.warm_up()

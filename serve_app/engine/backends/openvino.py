@@ -170,10 +170,12 @@ class OpenVinoBackend:
         check_cache_type(_cache_type(options))
         self._fingerprint = model.fingerprint()
         part = WHOLE if chain is None else chain.part
-        graph = converted_of(model, options.max_converted_bytes, report, part, options.quantization)
+        most, many_from = options.max_converted_bytes, plan.kernels.many_from
+        graph = converted_of(model, most, report, part, options.quantization)
+        few = None if many_from is None else (converted_of(model, most, report), many_from)
         report(Stage("loading"))
         paged = _paged_options(options, part)
-        layers = _open_layers(model, graph, paged, chain)
+        layers = _open_layers(model, graph, paged, chain, few)
         self._context = context = PagedContext(layers, model, paged)
         context.warm_up()
         self.decode, self.cancel, self.truncate = context.decode, context.cancel, context.truncate
@@ -293,10 +295,14 @@ def _paged_options(options: EngineOptions, part: ModelPart) -> PagedOptions:
 
 
 def _open_layers(
-    model: Model, graph: Path, paged: PagedOptions, chain: LayerChain | None
+    model: Model,
+    graph: Path,
+    paged: PagedOptions,
+    chain: LayerChain | None,
+    few: tuple[Path, int] | None,
 ) -> Layers:
     if chain is None:
-        return PagedModel(graph, paged)
+        return PagedModel(graph, paged, few=few)
     embeddings = EmbeddingRows(model.files) if chain.part.reads_embeddings else None
     chain.open(partial(PagedModel, graph, paged, embeddings))
     return chain

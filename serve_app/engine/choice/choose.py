@@ -31,6 +31,7 @@ from serve_app.engine.choice.plan import (
     AS_STORED,
     BOTH,
     OPENVINO,
+    OPENVINO_BOTH,
     OPENVINO_W8A8,
     PAGED,
     REPACKED,
@@ -94,9 +95,11 @@ def choose(path: Path, options: EngineOptions, report: Report = nowhere) -> Plan
     plan = replace(plan, kernels=plan.llama_cpp, why=plan.reason, converts=False)
     if plan.openvino is None:
         return plan
-    of_model = convert.name_of(fingerprint, quantization=plan.openvino.quantization)
-    converted = convert.converted_models(None).of(of_model)
-    if plan.conversion_s <= _MOST_CONVERSION_S or converted.is_file():
+    converted = (
+        convert.converted_models(None).of(convert.name_of(fingerprint, quantization=way))
+        for way in plan.openvino.quantizations
+    )
+    if plan.conversion_s <= _MOST_CONVERSION_S or all(path.is_file() for path in converted):
         return replace(plan, kernels=plan.openvino)
     why = f"{plan.reason}; to convert the file for OpenVINO takes about {plan.conversion_s:.0f} s"
     why += ": that is done beside the requests, for the next start" * has_room
@@ -139,12 +142,15 @@ def _measure_kernels(
     if not (refusal or model.is_causal):
         return replace(plan, openvino=OPENVINO, reason="OpenVINO is the faster for encoders")
     if not refusal:
-        candidates = [OPENVINO, *([OPENVINO_W8A8] if _may_round(model, options) else [])]
-        ways, max_bytes = [each.quantization for each in candidates], options.max_converted_bytes
+        candidates, max_bytes = [OPENVINO], options.max_converted_bytes
+        if _may_round(model, options):
+            candidates += [OPENVINO_W8A8, *([OPENVINO_BOTH] if has_room else [])]
+        ways = list(dict.fromkeys(each.quantization for each in candidates))
         try:
             with converted_slice(model, max_bytes, report, ways) as (part, share, s):
                 plan = _fastest(plan, part, [*layouts, *candidates], options, share, report)
-                return replace(plan, conversion_s=s)
+                n_ways = 1 if plan.openvino is None else len(plan.openvino.quantizations)
+                return replace(plan, conversion_s=n_ways * s)
         except (CorralError, OSError, ValueError) as error:  # some metadata cannot be in a slice
             reason = f"OpenVINO could not be measured: {error}".removesuffix(".")
             plan = replace(plan, reason=reason, is_certain=False)
@@ -191,14 +197,16 @@ def _fastest(
 ) -> Plan:
     """The plan with the fastest of these kernels, as measured with a file that takes that share of the
     model's time. Raises CorralError."""
-    measured = [kernels for kernels in candidates if kernels != BOTH]
+    measured = [kernels for kernels in candidates if kernels not in (BOTH, OPENVINO_BOTH)]
     limit_s = min(_EACH_S * len(measured), options.profile_limit_s)
     report(Stage("measuring", limit_s=limit_s))
     found = apart(kernels_profiles, path, options, measured, limit_s)
     is_certain = not profile_cache.is_disturbed(found)
     profiles = alike(dict(zip(measured, found, strict=True)))
-    if BOTH in candidates and (both := join_profiles(profiles[REPACKED], profiles[AS_STORED])):
-        profiles[replace(BOTH, stored_from=both[0])] = both[1]
+    pairs = {BOTH: (REPACKED, AS_STORED), OPENVINO_BOTH: (OPENVINO, OPENVINO_W8A8)}
+    for both, (few, many) in pairs.items():
+        if both in candidates and (joined := join_profiles(profiles[few], profiles[many])):
+            profiles[replace(both, many_from=joined[0])] = joined[1]
     options = replace(options, max_stall_ms=share * options.max_stall_ms)
     loads = [replace(options, n_slots=n) for n in sorted({1, options.n_slots})]
     seconds = {}

@@ -22,26 +22,34 @@ class Kernels:
     backend: KernelsName = "llama.cpp"
     repack: bool = True
     """Whether llama.cpp lays the weights out anew when it loads them, for kernels of few rows."""
-    stored_from: int | None = None
-    """Rows of a batch from which on it is computed over weights as the file has them, although they are
-    repacked for others; None: none is."""
+    many_from: int | None = None
+    """Rows of a batch from which on it is computed over other weights than those for few rows. llama.cpp's
+    are repacked for few, and as the file has them for many. OpenVINO's are those of the file for few, and
+    of `quantization` for many. None: all batches have the same."""
     quantization: Quantization = "none"
     """How OpenVINO's products are rounded further."""
 
+    @property
+    def quantizations(self) -> tuple[Quantization, ...]:
+        """The kinds of converted weights that OpenVINO needs."""
+        return (self.quantization,) if self.many_from is None else (self.quantization, "none")
+
     def __str__(self) -> str:
+        many = "" if self.many_from is None else f" for batches of {self.many_from} rows and more"
         if self.backend == "openvino":
-            return "OpenVINO" if self.quantization == "none" else f"OpenVINO, {self.quantization}"
+            rounded = "" if self.quantization == "none" else f", {self.quantization}"
+            return f"OpenVINO{rounded}{many}"
         layout = "repacked" if self.repack else "as they are stored"
-        if self.stored_from is not None:
-            layout += f", and as they are stored for batches of {self.stored_from} rows and more"
+        if many:
+            layout += f", and as they are stored{many}"
         return f"llama.cpp, weights {layout}"
 
 
 REPACKED, AS_STORED = Kernels(), Kernels(repack=False)
 OPENVINO = Kernels("openvino", repack=False)
 OPENVINO_W8A8 = replace(OPENVINO, quantization="w8a8")
-BOTH = Kernels(stored_from=0)
-"""Both layouts, before it is known from how many rows on."""
+BOTH, OPENVINO_BOTH = Kernels(many_from=0), replace(OPENVINO_W8A8, many_from=0)
+"""Both kinds of weights, before it is known from how many rows on."""
 
 
 @dataclass(frozen=True, slots=True)

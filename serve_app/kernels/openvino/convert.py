@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from serve_app.base.errors import ConfigError
 from serve_app.base.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.base.progress import Report, Stage, nowhere
+from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
 from serve_app.kernels.openvino.gguf_model import GgufModel, UnreadableError, readable
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape
@@ -236,7 +237,8 @@ def _convert(
         timer = threading.Timer(_LIMIT_S, process.kill)
         timer.start()
         try:
-            _tell(process, name, report)
+            with pace(process.pid):
+                _tell(process, name, report)
         finally:
             process.wait()
             timer.cancel()

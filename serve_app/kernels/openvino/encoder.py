@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import Row
+from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.graph import GROUPED, MASK, PLACES, VECTORS, WINDOW_MASK
 from serve_app.kernels.openvino.paged.compiling import forgetting, infer, settings
 
@@ -34,7 +35,7 @@ class Encoder:
         try:
             model = openvino.Core().read_model(path)
             self._has_window = any(WINDOW_MASK in port.get_names() for port in model.inputs)
-            with forgetting(weights):
+            with forgetting(weights), pace():
                 executable = openvino.Core().compile_model(model, "CPU", settings(threads))
         except RuntimeError as error:
             raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error

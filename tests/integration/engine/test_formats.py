@@ -101,7 +101,7 @@ async def test_weights_of_k_quants_serve_repacked_and_as_they_are_stored(k_quant
     path = k_quants
     texts, sampling = [], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     options = EngineOptions(**OPTIONS, profile_limit_s=0)
-    for kernels in (REPACKED, AS_STORED, Kernels(stored_from=2)):
+    for kernels in (REPACKED, AS_STORED, Kernels(many_from=2)):
         opened = partial(LlamaBackend, path, options, plan=Plan(kernels))
         engine = Engine(opened, options)
         try:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import threading
-import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.base.sharing import turns
 from serve_app.config.schema import IngressConfig, WhisperConfig
-from serve_app.plugins import whisper
 from tests.doubles.api import build_api
 from tests.unit.apis.audio.test_transcriptions import KEY, LONG, ask
 from tests.unit.server.harness import events
@@ -116,32 +110,6 @@ async def test_a_model_that_cannot_be_had_is_an_error(client: httpx.AsyncClient)
     async with api("nowhere") as other:
         answer = await ask(other, wav(2))
     assert (answer.status_code, "no such model" in answer.text) == (500, True)
-
-
-def test_it_is_stopped_while_models_on_its_cores_have_their_turns(tmp_path: Path) -> None:
-    path, done = tmp_path / "turns" / "0-1", threading.Event()
-    other = turns.Turns(path)
-    other.take()
-    process = subprocess.Popen(["sleep", "60"])
-    stat = Path(f"/proc/{process.pid}/stat")
-
-    def wait_until_stopped(stopped: bool) -> None:
-        while (stat.read_text().split()[2] == "T") is not stopped:
-            time.sleep(0.001)
-
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            computing = pool.submit(whisper._compute_in_turns, process, path, done)
-            wait_until_stopped(True)
-            other.give()
-            wait_until_stopped(False)
-            done.set()
-            computing.result()
-        wait_until_stopped(False)
-    finally:
-        process.kill()
-        process.wait()
-        other.close()
 
 
 async def test_budgets_of_keys_hold(client: httpx.AsyncClient, tmp_path: Path) -> None:

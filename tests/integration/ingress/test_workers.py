@@ -39,7 +39,7 @@ from serve_app.server.workers.worker import SHORTEST_NS, STACK_BYTES, Start
 from serve_app.store.builtin_model import BUILTIN_MODEL
 from tests.integration.ingress import work
 
-FILE = ModelFile(str(BUILTIN_MODEL), "demo", 2048)
+FILE = ModelFile("demo", 2048, str(BUILTIN_MODEL))
 LINUX = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 
 
@@ -92,7 +92,7 @@ async def test_workers_have_other_models_when_these_change(pool: WorkerPool) -> 
     first = await pool.run("a", work.pid, b"")
     sleeping = asyncio.create_task(pool.run("a", work.sleep, b"1"))
     await until(lambda: len(pool.at_work) == 1)
-    await pool.renew([FILE, ModelFile(str(BUILTIN_MODEL), "other", 2048)])
+    await pool.renew([FILE, ModelFile("other", 2048, str(BUILTIN_MODEL))])
     assert await pool.run("a", work.names, b"") == ["demo", "other"]
     await sleeping
     for _ in range(3):
@@ -508,7 +508,7 @@ async def test_the_most_vectors_fit_into_a_workers_memory(
 async def test_the_longest_text_fits_into_a_workers_memory() -> None:
     text = ("The quick brown fox jumps over the lazy dog. " * 20_000)[:MAX_TEXT_CHARS]
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
-    long_context = ModelFile(str(BUILTIN_MODEL), "demo", 2**20)
+    long_context = ModelFile("demo", 2**20, str(BUILTIN_MODEL))
     pool = WorkerPool([long_context], [work.__name__], n_quick=1, n_slow=1)
     try:
         assert await pool.run("a", work.count_tokens_of_chat, body) > 150_000

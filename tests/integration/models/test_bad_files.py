@@ -129,7 +129,7 @@ def test_an_application_on_ray_leaves_the_model_out(tmp_path: Path) -> None:
 async def test_workers_that_start_again_leave_the_model_out(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(BUILTIN_MODEL.read_bytes())
-    files = [ModelFile(str(path), "bad", 256), ModelFile(str(BUILTIN_MODEL), "good", 256)]
+    files = [ModelFile("bad", 256, str(path)), ModelFile("good", 256, str(BUILTIN_MODEL))]
     path.unlink()
     pool = WorkerPool(files, [work.__name__])
     try:

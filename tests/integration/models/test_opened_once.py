@@ -39,7 +39,7 @@ def test_what_is_looked_up_for_the_start_is_what_is_served(
     configured = ModelConfig.model_validate({"id": "m", "source": {"path": str(path)}})
     (model,) = resolve([configured])
     pooling = model.options.embedding_pooling
-    info = ModelInfo.open(ModelFile(str(path), "m", 64, pooling, model.defaults))
+    info = ModelInfo.open(ModelFile("m", 64, str(path), pooling, defaults=model.defaults))
     assert opened == [info.tokenizer.model.path] == [path]
 
 

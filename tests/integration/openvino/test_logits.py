@@ -27,6 +27,7 @@ import openvino
 
 from serve_app.engine.backends import openvino as openvino_backend
 from serve_app.engine.backends.openvino import OpenVinoBackend
+from serve_app.engine.choice.plan import OPENVINO_PLAN, OPENVINO_W8A8, Plan
 from serve_app.kernels.openvino import convert, graph, weights
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
 from serve_app.kernels.openvino.gguf_model import UnreadableError, readable
@@ -35,7 +36,7 @@ from serve_app.kernels.openvino.paged import shifts
 from serve_app.kernels.openvino.paged.blocks import BLOCK
 from serve_app.kernels.openvino.paged.model import PagedModel
 from serve_app.kernels.openvino.weights import GROUP
-from tests.integration.openvino.bf16 import computes_bf16, with_bf16
+from tests.integration.openvino.bf16 import COMPUTES_BF16, computes_bf16, with_bf16
 
 _OPTIONS = EngineOptions(2, 256, 1, n_batch=128, profile_limit_s=0)
 _BF16 = with_bf16(_OPTIONS)
@@ -442,6 +443,41 @@ def test_eight_bits_have_attention_with_bf16_where_the_processor_has_such_number
     assert backends[0].states.key != backends[1].states.key
     found = [logits(backend) for backend in backends]
     assert 0.999 < agreement(*found) < 0.999999
+
+
+def test_few_rows_have_the_files_weights_where_the_plan_says_so(tmp_path: Path) -> None:
+    """They share the cache with `w8a8`, which computes the others, and all texts to embed."""
+    path = MODELS["llama"].write(tmp_path / "model.gguf")
+    model, n_few = Model(path, vocab_only=True), 8
+    both_ways = Plan(replace(OPENVINO_W8A8, many_from=n_few + 1))
+    exact_options = _BF16 if COMPUTES_BF16 else _OPTIONS
+    both, rounded, exact = (
+        OpenVinoBackend(model, options, plan=plan)
+        for options, plan in (
+            (_W8A8, both_ways),
+            (_W8A8, Plan(OPENVINO_W8A8)),
+            (exact_options, OPENVINO_PLAN),
+        )
+    )
+    try:
+        for n_rows, same, other in ((n_few, exact, rounded), (n_few + 1, rounded, exact)):
+            found = {backend: last_logits(backend, 0, n_rows) for backend in (both, same, other)}
+            assert np.array_equal(found[both], found[same])
+            assert not np.array_equal(found[both], found[other])
+        behind = {backend: last_logits(backend, n_few + 1, 1) for backend in (both, rounded)}
+        assert agreement(behind[both], behind[rounded]) > 0.998
+        rows = [(5 + i, i, 1, True) for i in range(n_few)]
+        assert np.array_equal(both.embeddings.embed(rows), rounded.embeddings.embed(rows))
+    finally:
+        for backend in (both, rounded, exact):
+            backend.close()
+
+
+def last_logits(backend: OpenVinoBackend, first: int, n_rows: int) -> NDArray[np.float32]:
+    """The logits of the last of so many tokens from that position on."""
+    backend.truncate(0, first)
+    backend.decode([(7 + i, first + i, 0, i == n_rows - 1) for i in range(n_rows)])
+    return backend._context.logits(n_rows - 1).copy()
 
 
 def test_products_of_the_same_values_turn_them_once(tmp_path: Path) -> None:

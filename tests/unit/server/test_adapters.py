@@ -16,7 +16,7 @@ from serve_app.server.model_registry import ModelInfo, find
 from tests.unit.server.harness import ByteTokenizer
 
 LEGAL, POLITE = AdapterUse("legal", 1.0), AdapterUse("polite", 0.5)
-BASE = ModelInfo("qwen", 64, ByteTokenizer(), ("q",), adapters={0: POLITE, 1: LEGAL})  # type: ignore[arg-type]
+BASE = ModelInfo("qwen", 64, ByteTokenizer(), aliases=("q",), adapters={0: POLITE, 1: LEGAL})  # type: ignore[arg-type]
 MODELS = {"qwen": BASE}
 
 

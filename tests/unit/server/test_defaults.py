@@ -90,7 +90,7 @@ def test_what_is_configured_goes_before_what_the_file_recommends() -> None:
 
 
 def model(name: str, *aliases: str) -> ServedModel:
-    return ServedModel(name, N_CTX_SLOT, ByteTokenizer(), aliases, engine=ScriptedEngine())  # type: ignore[arg-type]
+    return ServedModel(name, N_CTX_SLOT, ByteTokenizer(), aliases=aliases, engine=ScriptedEngine())  # type: ignore[arg-type]
 
 
 def test_models_are_found_by_all_their_names() -> None:

@@ -19,7 +19,7 @@ from tests.doubles.api import build_api
 from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 LOADING = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
-GONE = ModelFile("", "gone", 256, aliases=("other",), problem="/models/gone.gguf does not exist")
+GONE = ModelFile("gone", 256, "", aliases=("other",), problem="/models/gone.gguf does not exist")
 
 
 def served(name: str, engine: ScriptedEngine, **fields: Any) -> ServedModel:

@@ -30,7 +30,7 @@ from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 def served(model_id: str, *aliases: str) -> ServedModel:
     tokenizer: Any = ByteTokenizer()
-    return ServedModel(model_id, N_CTX_SLOT, tokenizer, aliases, engine=ScriptedEngine())
+    return ServedModel(model_id, N_CTX_SLOT, tokenizer, aliases=aliases, engine=ScriptedEngine())
 
 
 class Scene:

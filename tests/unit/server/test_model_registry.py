@@ -14,7 +14,10 @@ from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer
 
 def models(**aliases: tuple[str, ...]) -> dict[str, ModelInfo]:
     tokenizer: Any = ByteTokenizer()
-    return {name: ModelInfo(name, N_CTX_SLOT, tokenizer, names) for name, names in aliases.items()}
+    return {
+        name: ModelInfo(name, N_CTX_SLOT, tokenizer, aliases=names)
+        for name, names in aliases.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import openvino
 from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError, DecodeCancelledError, DecodeError
+from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.gguf_model import EmbeddingRows
 from serve_app.kernels.openvino.graph import EMBEDS, HIDDEN, TOKENS
 from serve_app.kernels.openvino.paged import compiling, shifts
@@ -80,18 +81,19 @@ class PagedModel:
     Raises ConfigError if the model cannot be compiled."""
 
     def __init__(
-        self, path: Path, options: PagedOptions, embeddings: EmbeddingRows | None = None
+        self,
+        path: Path,
+        options: PagedOptions,
+        embeddings: EmbeddingRows | None = None,
+        few: tuple[Path, int] | None = None,
     ) -> None:
-        """`embeddings` are for the first of several parts."""
+        """`embeddings` are for the first of several parts. `few` is the model with other weights, for
+        passes that want logits and have fewer rows than that."""
         self._embeddings = embeddings
-        self._weights = path.with_suffix(".bin")
-        self.weights_bytes = self._weights.stat().st_size
-        graph = compiling.read_graph(path)  # which has the file mapped
-        with compiling.forgetting(self._weights):
-            executable, self.frequencies = compiling.compile_model(
-                path, graph, options.threads, options.cache_type, options.n_ctx_slot
-            )
+        self.weights_bytes = 0
+        executable, self.frequencies = self._compile(path, options)
         self._request: openvino.InferRequest | None = executable.create_infer_request()
+        self._weights = path.with_suffix(".bin")
         n_blocks = options.n_contexts * (options.n_blocks + options.n_text_blocks)
         try:
             self.caches = {
@@ -104,11 +106,30 @@ class PagedModel:
                 f"There is no memory for a KV cache of {n_blocks * BLOCK} tokens: lower engine.n_slots or "
                 "engine.n_ctx_slot."
             ) from None
+        self._few: openvino.InferRequest | None = None
+        self._many_from = 0
+        if few is not None:
+            other, self._many_from = few
+            self._few = self._compile(other, options)[0].create_infer_request()
+            self._few_weights = other.with_suffix(".bin")
+            for name in self.caches:
+                self._few.set_tensor(name, self._request.get_tensor(name))
         self._inputs = {one.any_name for one in executable.inputs}
         self._is_last = compiling.SAMPLED in self._inputs
         self._kept: dict[int, NDArray[np.uint8]] = {}
         """The parts of saved states that are kept here, by number."""
         self._cancelled = threading.Event()
+
+    def _compile(
+        self, path: Path, options: PagedOptions
+    ) -> tuple[openvino.CompiledModel, dict[str, NDArray[np.float32]]]:
+        weights = path.with_suffix(".bin")
+        self.weights_bytes += weights.stat().st_size
+        graph = compiling.read_graph(path)  # which has the file mapped
+        with compiling.forgetting(weights), pace():
+            return compiling.compile_model(
+                path, graph, options.threads, options.cache_type, options.n_ctx_slot
+            )
 
     @staticmethod
     def _cache(request: openvino.InferRequest, port: Any, n_blocks: int) -> NDArray[Any]:
@@ -154,8 +175,11 @@ class PagedModel:
     def _warm_up(self, values: Values) -> Values:
         """Compute the first pass. For it, the kernels put the weights into an order of their own, so the
         file's pages are not needed any more."""
-        with compiling.forgetting(self._weights):
-            return self._compute(values)
+        if self._few is not None:
+            with compiling.forgetting(self._few_weights), pace():
+                self._infer(self._few, values)
+        with compiling.forgetting(self._weights), pace():
+            return self._infer(self._request, values)
 
     def _compute(self, values: Values) -> Values:
         """Compute a pass: of tokens or hidden states, to hidden states, logits or vectors. First, blocks
@@ -164,7 +188,12 @@ class PagedModel:
             for cache in self.caches.values():
                 cache[target] = cache[source]
         self._refuse_cancelled("The pass was cancelled.")
-        request = self._request
+        if self._few is not None and values[compiling.SAMPLED].size:
+            is_few = len(values[TOKENS]) < self._many_from
+            return self._infer(self._few if is_few else self._request, values)
+        return self._infer(self._request, values)
+
+    def _infer(self, request: openvino.InferRequest | None, values: Values) -> Values:
         assert request is not None
         inputs = {name: array for name, array in values.items() if name in self._inputs}
         if self._embeddings is not None:
@@ -192,14 +221,15 @@ class PagedModel:
         """Any thread: have every pass end early, or compute again with False."""
         if cancelled:
             self._cancelled.set()
-            if (request := self._request) is not None:
-                request.cancel()
+            for request in (self._request, self._few):
+                if request is not None:
+                    request.cancel()
         else:
             self._cancelled.clear()
 
     def close(self) -> None:
         """Free the compiled model and the cache. Idempotent."""
-        self._request = None
+        self._request = self._few = None
         self.caches, self._kept = {}, {}
 
     def _fill(self, values: Values) -> Values:

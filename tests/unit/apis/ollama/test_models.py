@@ -42,7 +42,7 @@ async def test_tags(client: httpx.AsyncClient) -> None:
 async def test_aliases_are_names_with_tags_in_any_case() -> None:
     engine, tokenizer = ScriptedEngine(), ByteTokenizer()
     models = {
-        name: ServedModel(name, N_CTX_SLOT, tokenizer, aliases, engine=engine)  # type: ignore[arg-type]
+        name: ServedModel(name, N_CTX_SLOT, tokenizer, aliases=aliases, engine=engine)  # type: ignore[arg-type]
         for name, aliases in (("a", ["GPT-4o", "Llama3.2:3B"]), ("b", ["*"]))
     }
     transport = httpx.ASGITransport(build_api(models))

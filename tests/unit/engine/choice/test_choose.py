@@ -423,8 +423,28 @@ def test_batches_of_many_rows_have_weights_as_they_are_stored_where_that_is_fast
         REPACKED: Profile({1: 0.01, 4: 0.03}, {16: 1.0}),
     }
     options = replace(options, backend="llama.cpp")
-    assert choose(model, options).kernels == Kernels(stored_from=least)
-    assert choose(model, replace(options, memory_bytes=20)).kernels.stored_from is None
+    assert choose(model, options).kernels == Kernels(many_from=least)
+    assert choose(model, replace(options, memory_bytes=20)).kernels.many_from is None
+
+
+@pytest.mark.parametrize(
+    ("change", "many_from"), [({}, 5), ({"memory_bytes": 20}, None), ({"load_mode": "none"}, None)]
+)
+def test_few_rows_have_the_files_weights_beside_w8a8_where_that_is_faster(
+    machine: Machine,
+    model: Path,
+    options: EngineOptions,
+    change: dict[str, Any],
+    many_from: int | None,
+) -> None:
+    machine.profiles |= {
+        OPENVINO: Profile({1: 0.01, 4: 0.03}, {16: 1.0}),
+        OPENVINO_W8A8: Profile({1: 0.02, 4: 0.06}, {16: 0.5}),
+    }
+    plan = choose(model, replace(options, **change))
+    assert plan.kernels == replace(OPENVINO_W8A8, many_from=many_from)
+    assert machine.measured == [("slice.gguf", [REPACKED, OPENVINO, OPENVINO_W8A8])]
+    assert ("w8a8 for batches of 5 rows and more" in plan.why) is (many_from is not None)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +466,7 @@ def test_both_layouts_take_a_quarter_of_what_one_leaves(
         REPACKED: Profile({1: 0.01, 4: 0.03}, {16: 1.0}),
     }
     plan = choose(model, replace(options, backend="llama.cpp", **change))
-    assert (plan.kernels.stored_from is not None) is room
+    assert (plan.kernels.many_from is not None) is room
 
 
 def test_openvino_is_compared_with_the_faster_layout(

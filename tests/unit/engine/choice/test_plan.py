@@ -32,9 +32,9 @@ CACHE = CachePlan(
     (Mode(flash_attn=True, kv_unified=True), Profile({1: 0.25}, masked=0.5)),
 )
 PLAN = Plan(
-    Kernels(stored_from=16),
+    Kernels(many_from=16),
     "measured",
-    llama_cpp=Kernels(stored_from=16),
+    llama_cpp=Kernels(many_from=16),
     openvino=OPENVINO_W8A8,
     reason="measured",
     conversion_s=40.0,
@@ -51,7 +51,7 @@ PLAN = Plan(
         (REPACKED, "llama.cpp, weights repacked"),
         (AS_STORED, "llama.cpp, weights as they are stored"),
         (
-            Kernels(stored_from=16),
+            Kernels(many_from=16),
             "llama.cpp, weights repacked, and as they are stored for batches of 16 rows and more",
         ),
     ],

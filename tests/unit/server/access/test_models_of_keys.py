@@ -185,7 +185,7 @@ class Server:
         for name, aliases in ((SECRET, (ALIAS,)), ("open", ())):
             engine = self.engines[name]
             model = ServedModel(
-                name, N_CTX_SLOT, tokenizer, aliases, adapters=adapters, engine=engine
+                name, N_CTX_SLOT, tokenizer, aliases=aliases, adapters=adapters, engine=engine
             )
             scene.models[name] = model
         self.keys = folder / "keys.yaml"

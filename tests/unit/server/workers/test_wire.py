@@ -41,15 +41,17 @@ from serve_app.server.workers import wire
 from serve_app.server.workers.worker import Start
 
 FILES = (
-    ModelFile("a.gguf", "a", 512),
+    ModelFile("a", 512, "a.gguf"),
     ModelFile(
-        "b.gguf",
         "b",
         4096,
+        "b.gguf",
         "mean",
-        ModelDefaults({"temperature": 0.5, "dry_sequence_breakers": ("a", "b")}, max_tokens=3),
-        ("c", "*"),
-        ("chat",),
+        defaults=ModelDefaults(
+            {"temperature": 0.5, "dry_sequence_breakers": ("a", "b")}, max_tokens=3
+        ),
+        aliases=("c", "*"),
+        tags=("chat",),
         adapters={3: AdapterUse("poet", 0.5, "f00")},
         senses=Senses(sees=True, hears=True),
         is_on_demand=True,
