@@ -37,6 +37,20 @@ SETTINGS = {
 DEPLOY_TIMEOUT_S = 240  # on two busy cores, the command alone may take half of that to start
 
 
+ORDER = ("server/test_alerts", "batch", "cli/", "server/test_hangs", "server/test_local", "")
+"""What begins first. Nothing long is left to the end, and what mostly waits goes beside what computes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests into that order."""
+    places = [f"tests/e2e/{place}" for place in ORDER]
+    items.sort(
+        key=lambda item: next(
+            (i for i, one in enumerate(places) if item.nodeid.startswith(one)), -1
+        )
+    )
+
+
 class OneCorral(LoadFileScheduling):
     """All files that share the server `corral` are for one process, which starts it once."""
 
