@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-class OneCorral(LoadFileScheduling):
+class OneCorral(LoadFileScheduling):  # type: ignore[misc]  # which has no types
     """All files that share the server `corral` are for one process, which starts it once."""
 
     def _split_scope(self, nodeid: str) -> str:
