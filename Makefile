@@ -54,7 +54,7 @@ cluster-down: $(READY)  ## Stop all of it.
 
 test: $(DEV)  ## Tests: unit, integration, end to end, and of the page if there is a browser; some minutes.
 	$(BIN)/pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/unit
-	$(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+	$(BIN)/pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder tests/e2e
 	@if command -v chromium > /dev/null && $(BIN)/python -c "import playwright" 2> /dev/null; then \
 		$(BIN)/pytest tests/ui; \
 	else \

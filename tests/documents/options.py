@@ -164,4 +164,5 @@ if __name__ == "__main__":
     import locust  # before what it changes is in use
 
     assert locust
-    print(json.dumps([_problem(command) for command in json.load(sys.stdin)]))
+    problem = cache(_problem)  # many are said again and again
+    print(json.dumps([problem(tuple(command)) for command in json.load(sys.stdin)]))

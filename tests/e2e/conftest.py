@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from xdist.scheduler import LoadFileScheduling
 
 from loadtests.common import processes, servers
 from tests.integration.store import hub_server
@@ -33,6 +35,42 @@ SETTINGS = {
 }
 """Of every server of these tests, which has a folder for core leases of its own besides."""
 DEPLOY_TIMEOUT_S = 240  # on two busy cores, the command alone may take half of that to start
+
+
+ORDER = ("server/test_alerts", "batch", "cli/", "server/test_hangs", "server/test_local", "")
+"""What begins first. Nothing long is left to the end, and what mostly waits goes beside what computes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests into that order."""
+    places = [f"tests/e2e/{place}" for place in ORDER]
+    items.sort(
+        key=lambda item: next(
+            (i for i, one in enumerate(places) if item.nodeid.startswith(one)), -1
+        )
+    )
+
+
+class OneCorral(LoadFileScheduling):  # type: ignore[misc]  # which has no types
+    """All files that share the server `corral` are for one process, which starts it once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "corral" if _shares_corral(file) else file
+
+
+@cache
+def _shares_corral(file: str) -> bool:
+    source = (ROOT / file).read_text()
+    return (
+        file.startswith("tests/e2e/") and "corral: Corral" in source and "def corral(" not in source
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Distribute files so."""
+    return OneCorral(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def wait_until(
@@ -136,7 +174,7 @@ class Corral:
         """Wait until an engine of this model answers."""
 
         def ready() -> bool:
-            models = httpx.get(f"{self.url}/v1/stats").json()["models"]
+            models = httpx.get(f"{self.url}/v1/stats", verify=False).json()["models"]
             return any(model["id"] == name and model["replicas"] for model in models)
 
         servers.wait_ready(self.process, ready, self.directory)

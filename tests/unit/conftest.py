@@ -12,7 +12,6 @@ import pytest
 
 from serve_app.config.schema import BatchConfig, IngressConfig
 from serve_app.server.model_registry import ServedModel
-from tests.doubles.api import build_api
 from tests.unit.server.harness import N_CTX_SLOT, ByteTokenizer, ScriptedEngine
 
 
@@ -30,6 +29,8 @@ def tokenizer() -> ByteTokenizer:
 async def client(
     engine: ScriptedEngine, tokenizer: ByteTokenizer, tmp_path: Path
 ) -> AsyncIterator[httpx.AsyncClient]:
+    from tests.doubles.api import build_api  # takes long, and many tests do without
+
     models = {
         name: ServedModel(name, N_CTX_SLOT, tokenizer, engine=engine)  # type: ignore[arg-type]
         for name in ("first", "org/second")

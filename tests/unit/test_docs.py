@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import tokenize
 from collections import Counter
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -95,10 +97,19 @@ MODULES = sorted(
 )
 
 
+BLANK = (tokenize.COMMENT, tokenize.NL)
+"""What may stand before the docstring of a module."""
+
+
 def test_every_module_says_in_one_line_what_it_is() -> None:
     def is_told(module: Path) -> bool:
-        docstring = ast.get_docstring(ast.parse((ROOT / module).read_text())) or ""
-        first, *rest = docstring.splitlines() or [""]
+        with (ROOT / module).open() as file:
+            tokens = (
+                one for one in tokenize.generate_tokens(file.readline) if one.type not in BLANK
+            )
+            begins = next(tokens)
+        docstring = ast.literal_eval(begins.string) if begins.type == tokenize.STRING else ""
+        first, *rest = inspect.cleandoc(docstring).splitlines() or [""]
         return bool(first) and not any(rest[:1])
 
     assert [module for module in MODULES if not is_told(module)] == []

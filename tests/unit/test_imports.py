@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,10 @@ def imports(source: str) -> Iterator[str]:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-IMPORTS = {module_name(path): set(imports(path.read_text())) for path in SOURCES}
+@cache
+def imports_of_all() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {module_name(path): set(imports(path.read_text())) for path in SOURCES}
 
 
 def within(module: str, package: str) -> bool:
@@ -90,7 +94,7 @@ def offenders(importer: str, *forbidden: str) -> list[tuple[str, str]]:
     """(importer, import) for each forbidden import in a package."""
     return [
         (module, found)
-        for module, names in IMPORTS.items()
+        for module, names in imports_of_all().items()
         for found in sorted(names)
         if within(module, importer) and any(within(found, package) for package in forbidden)
     ]
@@ -109,23 +113,25 @@ def test_a_module_imports_its_room_and_rooms_to_its_left(name: str) -> None:
     allowed = ROOMS[: ROOMS.index(name) + 1]
     found = [
         (module, imported)
-        for module, names in IMPORTS.items()
+        for module, names in imports_of_all().items()
         for imported in sorted(names)
         if room(module) == name and room(imported) not in (*allowed, None)
     ]
     assert found == []
-    assert any(room(module) == name for module in IMPORTS), "the room is empty"
+    assert any(room(module) == name for module in imports_of_all()), "the room is empty"
 
 
 def test_every_module_is_in_a_room() -> None:
-    homeless = {module for module in IMPORTS if within(module, "serve_app") and not room(module)}
+    homeless = {
+        module for module in imports_of_all() if within(module, "serve_app") and not room(module)
+    }
     assert homeless == {"serve_app"}
 
 
 def test_a_protocol_imports_no_other_protocol() -> None:
     protocols = {
         module.split(".")[2]
-        for module in IMPORTS
+        for module in imports_of_all()
         if within(module, "serve_app.apis") and module not in ("serve_app.apis", TABLE_OF_PROTOCOLS)
     }
     assert len(protocols) > 5, "the check found no protocols: it is broken"
@@ -150,7 +156,9 @@ def test_a_library_is_imported_in_its_rooms_only(library: str) -> None:
 def test_one_line_of_a_table_names_a_plugin() -> None:
     plugins = {name.removeprefix("serve_app.plugins.").split(".")[0] for name in PLUGINS.values()}
     assert plugins == {
-        module.split(".")[2] for module in IMPORTS if module.startswith("serve_app.plugins.")
+        module.split(".")[2]
+        for module in imports_of_all()
+        if module.startswith("serve_app.plugins.")
     }
     outside = [
         (module, imported)
@@ -168,7 +176,7 @@ def test_no_message_between_processes_runs_code(name: str) -> None:
 @pytest.mark.parametrize("name", PURE)
 def test_pure_parts_of_the_engine_do_nothing_but_decide(name: str) -> None:
     module = f"serve_app.engine.{name}"
-    assert any(within(one, module) for one in IMPORTS)
+    assert any(within(one, module) for one in imports_of_all())
     assert offenders(module, "threading", "asyncio", "time") == []
 
 
@@ -204,7 +212,7 @@ def test_nothing_names_a_tool_format_but_its_module() -> None:
     formats = "serve_app.prompt.tool_calls.formats"
     users = {
         (module, name.removeprefix(f"{formats}."))
-        for module, names in IMPORTS.items()
+        for module, names in imports_of_all().items()
         for name in names
         if name.startswith(f"{formats}.") and not module.startswith(formats)
     }
@@ -234,7 +242,7 @@ def test_loadtests_know_no_ray() -> None:
 def test_imports_are_absolute() -> None:
     relative = [
         (module, found)
-        for module, names in IMPORTS.items()
+        for module, names in imports_of_all().items()
         for found in names
         if found.startswith(".")
     ]

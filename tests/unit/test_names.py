@@ -6,7 +6,8 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,15 @@ def part(path: Path) -> str:
     return path.relative_to(PRODUCT).parts[0]
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+@lru_cache(maxsize=1)
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """The parts of a source, its module first. All checks of a source come one after the other."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def docstrings(source: str) -> Iterator[ast.Constant]:
     """The docstrings of a module, its classes and functions, and the texts below attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)
@@ -60,7 +67,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 def fragments(source: str) -> list[tuple[int, str]]:
     """The docstrings that begin without a subject, or that go on in the next attribute's."""
-    beginnings = ((text, str(text.value).strip()) for text in docstrings(ast.parse(source)))
+    beginnings = ((text, str(text.value).strip()) for text in docstrings(source))
     return [
         (text.lineno, words[:60])
         for text, words in beginnings
@@ -71,7 +78,7 @@ def fragments(source: str) -> list[tuple[int, str]]:
 def vague_names(source: str) -> list[tuple[int, str]]:
     """The variables that a vague word names for longer than a few lines."""
     findings = []
-    for function in ast.walk(ast.parse(source)):
+    for function in nodes(source):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         arguments = [*function.args.args, *function.args.kwonlyargs, *function.args.posonlyargs]
@@ -103,7 +110,7 @@ def bare_participles(source: str) -> list[tuple[int, str]]:
     """The functions that are named by a participle alone, which tells neither a deed nor a thing."""
     return [
         (node.lineno, node.name)
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and PARTICIPLE.fullmatch(node.name)
         and node.name.lstrip("_") not in NO_PARTICIPLES
@@ -112,9 +119,11 @@ def bare_participles(source: str) -> list[tuple[int, str]]:
 
 def module_functions(source: str) -> list[str]:
     """The names of a module's own functions."""
+    module = nodes(source)[0]
+    assert isinstance(module, ast.Module)
     return [
         node.name
-        for node in ast.parse(source).body
+        for node in module.body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -122,7 +131,7 @@ def module_functions(source: str) -> list[str]:
 def long_constructors(source: str) -> list[tuple[int, int]]:
     """The constructors that take too many arguments besides `self`."""
     findings = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             n_arguments = len(node.args.args) + len(node.args.kwonlyargs) - 1
             if n_arguments > MOST_ARGUMENTS:
@@ -130,18 +139,58 @@ def long_constructors(source: str) -> list[tuple[int, int]]:
     return findings
 
 
+def pronouns(source: str) -> list[tuple[int, str]]:
+    """The docstrings that begin with a pronoun or a clause."""
+    return [
+        (text.lineno, str(text.value)[:60])
+        for text in docstrings(source)
+        if PRONOUN.match(str(text.value).strip())
+    ]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the checks find in a module, and its names."""
+
+    fragments: list[tuple[int, str]]
+    vague_names: list[tuple[int, str]]
+    participles: list[tuple[int, str]]
+    pronouns: list[tuple[int, str]]
+    long_constructors: list[tuple[int, int]]
+    functions: list[str]
+    classes: list[str]
+
+
+@cache
+def readings() -> dict[Path, Reading]:
+    """Of each module, which is read once for all tests."""
+    return {
+        path: Reading(
+            fragments(source),
+            vague_names(source),
+            bare_participles(source),
+            pronouns(source),
+            long_constructors(source),
+            module_functions(source),
+            [node.name for node in nodes(source) if isinstance(node, ast.ClassDef)],
+        )
+        for path in MODULES
+        for source in [path.read_text()]
+    }
+
+
 @cache
 def report() -> dict[str, list[str]]:
     """The findings of each part of the product."""
     places = defaultdict[str, list[str]](list)
-    for path in MODULES:
-        source, where = path.read_text(), path.relative_to(ROOT)
-        for line, words in fragments(source):
+    for path, reading in readings().items():
+        where = path.relative_to(ROOT)
+        for line, words in reading.fragments:
             places[part(path)].append(f"{where}:{line}: docstring {words!r}")
-        for line, name in vague_names(source):
+        for line, name in reading.vague_names:
             places[part(path)].append(f"{where}:{line}: variable {name}")
         if part(path) in ENGINE:
-            for line, n_arguments in long_constructors(source):
+            for line, n_arguments in reading.long_constructors:
                 places[part(path)].append(f"{where}:{line}: {n_arguments} arguments")
     for name, paths in class_places().items():
         for path in paths if len(paths) > 1 else []:
@@ -152,10 +201,9 @@ def report() -> dict[str, list[str]]:
 
 def class_places() -> dict[str, list[Path]]:
     places = defaultdict[str, list[Path]](list)
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(path)
+    for path, reading in readings().items():
+        for name in reading.classes:
+            places[name].append(path)
     return places
 
 
@@ -166,7 +214,7 @@ def test_names_and_docstrings_say_what_they_mean(name: str) -> None:
 
 def test_functions_are_named_by_verbs_or_nouns() -> None:
     found = {
-        (path.name, name) for path in MODULES for _, name in bare_participles(path.read_text())
+        (path.name, name) for path, reading in readings().items() for _, name in reading.participles
     }
     # What the keyword `required` of JSON Schemas becomes; the table of keywords names its functions so.
     assert found == {("json_schemas.py", "_required")}
@@ -175,8 +223,8 @@ def test_functions_are_named_by_verbs_or_nouns() -> None:
 def test_no_function_has_the_name_of_two_others() -> None:
     """Methods do not count: a class, a protocol or a base class says what they are of."""
     places = defaultdict[str, set[str]](set)
-    for path in MODULES:
-        for name in module_functions(path.read_text()):
+    for path, reading in readings().items():
+        for name in reading.functions:
             places[name].add(str(path.relative_to(ROOT)))
     shared = {name: sorted(paths) for name, paths in places.items() if len(paths) > 2}
     assert shared.keys() == SHARED_NAMES, shared
@@ -184,7 +232,7 @@ def test_no_function_has_the_name_of_two_others() -> None:
 
 def test_generation_names_one_thing() -> None:
     """The class of prepared bodies, and the fields and variables that have one."""
-    functions = {name for path in MODULES for name in module_functions(path.read_text())}
+    functions = {name for reading in readings().values() for name in reading.functions}
     assert "generation" not in functions | {path.stem for path in MODULES}
     assert [path.parent.name for path in class_places()["Generation"]] == ["answering"]
 
@@ -202,10 +250,9 @@ def test_docstrings_without_a_subject_are_found() -> None:
 def test_few_docstrings_begin_with_a_pronoun() -> None:
     """Lower the number when you rewrite one."""
     found = [
-        f"{path.relative_to(ROOT)}:{text.lineno}: {str(text.value)[:60]!r}"
-        for path in MODULES
-        for text in docstrings(ast.parse(path.read_text()))
-        if PRONOUN.match(str(text.value).strip())
+        f"{path.relative_to(ROOT)}:{line}: {words!r}"
+        for path, reading in readings().items()
+        for line, words in reading.pronouns
     ]
     assert len(found) <= MOST_PRONOUNS, found
 

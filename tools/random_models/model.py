@@ -20,6 +20,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -193,19 +194,24 @@ def vocabulary(
 
     Raises ValueError if `n_vocab` leaves no room for the bytes and the control tokens.
     """
-    n_text = n_vocab - len(control)
+    n_text, n_bytes = n_vocab - len(control), len(_byte_symbols())
+    if n_text < n_bytes:
+        raise ValueError(f"n_vocab is {n_vocab}: expected at least {n_bytes + n_vocab - n_text}")
+    tokens, merges = _text_vocabulary(n_text)
+    return [*tokens, *control], [*merges]
+
+
+@cache
+def _text_vocabulary(n_text: int) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """So many tokens of text, and their merges: learnt once for all models of a process."""
     tokens = dict.fromkeys(_byte_symbols())
-    if n_text < len(tokens):
-        raise ValueError(
-            f"n_vocab is {n_vocab}: expected at least {len(tokens) + n_vocab - n_text}"
-        )
     merges: dict[tuple[str, str], None] = {}
     pairs = _merges()
     while len(tokens) < n_text:
         pair = next(pairs)
         merges[pair] = None
         tokens["".join(pair)] = None
-    return [*tokens, *control], list(merges)
+    return tuple(tokens), tuple(merges)
 
 
 def _byte_symbols() -> list[str]:

@@ -124,7 +124,7 @@ def test_metrics_are_where_prometheus_is_told(server: Started) -> None:
     ((target,),) = [one["targets"] for one in json.loads(file.read_text())]
 
     def exported() -> str:
-        return httpx.get(f"http://{target}/metrics", timeout=10).text
+        return httpx.get(f"http://{target}/metrics", timeout=10, verify=False).text
 
     wait_until(lambda: "ray_corral_slots_busy" in exported(), EXPORT_TIMEOUT_S, exported)
 

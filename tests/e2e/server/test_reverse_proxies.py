@@ -7,6 +7,7 @@ import http.server
 import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,8 @@ def upstream() -> Iterator[Upstream]:
 @contextmanager
 def running(command: Sequence[str | Path], port: int, scheme: str) -> Iterator[None]:
     """The proxy runs meanwhile."""
-    process = subprocess.Popen(command)  # pytest shows what it prints where a test has failed
+    # Pytest shows what it prints where a test has failed.
+    process = subprocess.Popen(command, start_new_session=True)
 
     def answers() -> bool:
         try:
@@ -116,7 +118,7 @@ def running(command: Sequence[str | Path], port: int, scheme: str) -> Iterator[N
         assert process.poll() is None
         yield
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGKILL)  # SIGTERM lets some of them wait for clients
         process.wait(TIMEOUT_S)
 
 

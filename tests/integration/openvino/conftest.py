@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import serve_app.kernels.openvino  # noqa: F401  # before tests import OpenVINO, which would tell Google
+
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,3 +307,13 @@ def test_both_backends_read_a_text_alike(capsys: pytest.CaptureFixture[str]) -> 
     found = {cells[1].strip(): float(cells[2]) for row in rows[2:] if (cells := row.split("|"))}
     assert found["openvino"] == pytest.approx(found["llama.cpp"], rel=0.01)
     assert len(found) == 2 or found["openvino-bf16"] == pytest.approx(found["llama.cpp"], rel=0.05)
+
+
+def test_google_is_not_told_that_openvino_is_in_use() -> None:
+    """OpenVINO tells it with this module at each import, and forks a process for it."""
+    code = (
+        "import serve_app.kernels.openvino.graph, openvino.tools.ovc.telemetry_utils as telemetry;"
+        "print(telemetry.tm.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "openvino.tools.ovc.telemetry_stub\n"

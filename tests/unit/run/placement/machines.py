@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from serve_app.run.placement.machine import Machine, PhysicalCore, Topology, list_cpus, read_machine
@@ -63,7 +65,21 @@ def machine(
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return read_machine(write(root, cores, online=_listed(cpus)))
+    if any(name.startswith("sys/devices") for name in files):
+        return read_machine(write(root, cores, online=_listed(cpus)))
+    (root / "sys").mkdir(exist_ok=True)
+    (root / "sys/devices").symlink_to(
+        _written(root.parent, tuple(cores), _listed(cpus)) / "sys/devices"
+    )
+    return read_machine(root)
+
+
+@cache
+def _written(
+    base: Path, cores: tuple[tuple[tuple[int, ...], int | None], ...], online: str
+) -> Path:
+    """A /sys below `base` that tells of these cores, which all tests read: it may have a thousand files."""
+    return write(Path(tempfile.mkdtemp(dir=base, prefix="machine-")), cores, online)
 
 
 def _listed(cpus: Iterable[int]) -> str:
