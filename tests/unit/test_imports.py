@@ -19,7 +19,7 @@ BUDGETS = {
     "base": 2625,
     "channel": 1387,
     "config": 1394,
-    "kernels": 6824,
+    "kernels": 6829,
     "store": 1418,
     "prompt": 5989,
     "engine": 12289,
