@@ -119,8 +119,9 @@ def local_name(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def summary(served: Served, models: Sequence[Json], cards: Sequence[Json]) -> list[str]:
-    """The last lines. `models` is from `/v1/stats`, and `cards` from `/v1/models`."""
+def summary(served: Served, models: Sequence[Json] | None, cards: Sequence[Json]) -> list[str]:
+    """The last lines. `models` is from `/v1/stats`, None where the server refused to tell; `cards` is from
+    `/v1/models`."""
     by_id = {card["id"]: card for card in cards}
     lines = [f"Address   {served.address}/v1"]
     is_open = served.key_file is not None or served.allow_anonymous
@@ -129,7 +130,9 @@ def summary(served: Served, models: Sequence[Json], cards: Sequence[Json]) -> li
             f"          http://{socket.gethostname()}:{served.port}/v1 from other machines"
         )
     lines += [f"          {_who(served)}", f"Page      {served.address}/"]
-    for model in models:
+    if models is None:
+        lines.append("Model     All can answer. Set CORRAL_API_KEY to see them here.")
+    for model in models or ():
         card = by_id.get(model["id"], {})
         if model["replicas"]:
             lines += _model_lines(model, card)

@@ -224,7 +224,7 @@ class _Server:
             allow_anonymous=bool(ingress.get("allow_anonymous")),
             log=folders.cache_folder() / "logs" / f"server-{port}.log",
         )
-        self._answers = self._is_deployed = False
+        self._answers = self._is_deployed = self._is_refused = False
         self._problem: str | None = None
 
     def run(self) -> int:
@@ -244,7 +244,8 @@ class _Server:
         assert process.stdout is not None
         log = threading.Thread(target=self._keep_log, args=(process.stdout,), daemon=True)
         log.start()
-        self._client = Client(self._served.address, _any_key(self._served.key_file), timeout_s=5)
+        key = _any_key(self._served.key_file) or os.environ.get("CORRAL_API_KEY")
+        self._client = Client(self._served.address, key, timeout_s=5)
         try:
             self._follow(process, reading)
             status = process.wait()
@@ -290,20 +291,22 @@ class _Server:
                 self._answers = True
                 self._shown.say(f"{self._served.address} answers; models are still loading.")
                 self._shown.step("Waiting for the models")
-            models = self._client.get("/v1/stats")["models"]
+            models = [] if self._is_refused else self._client.get("/v1/stats")["models"]
             for model in models:
                 for replica in model["fetching"]:
                     stage = Stage(replica["stage"], replica["done"], replica["limit_s"])
                     self._shown.stage(model["id"], stage)
             self._client.get("/health")  # raises until all can answer that do not wait for requests
-            cards = self._client.get("/v1/models")["data"]  # the server has the files open
-        except ServerError:
+            # By now, the server has the files open.
+            cards = [] if self._is_refused else self._client.get("/v1/models")["data"]
+        except ServerError as error:
+            self._is_refused |= error.status in (401, 403)
             return False
         loaded = {card["id"] for card in cards if card["status"]["value"] == "loaded"}
         if any(model["id"] in loaded and not model["replicas"] for model in models):
             return False  # a replica was late
         self._shown.clear()
-        for line in screen.summary(self._served, models, cards):
+        for line in screen.summary(self._served, None if self._is_refused else models, cards):
             self._shown.say(line)
         return True
 

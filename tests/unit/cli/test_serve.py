@@ -56,6 +56,11 @@ def test_the_summary_names_models_that_nobody_asked_for_or_that_are_left_out() -
     assert "Model     m: 8 slots that share 32,768 tokens, 4 threads" in lines
 
 
+def test_the_summary_says_that_a_key_is_missing() -> None:
+    lines = screen.summary(served(key_file=Path("/keys.yaml")), None, [])
+    assert "Model     All can answer. Set CORRAL_API_KEY to see them here." in lines
+
+
 def test_the_summary_says_where_who_and_what() -> None:
     lines = screen.summary(served(), [model(8, 32_768)], [])
     assert lines == [
@@ -235,6 +240,8 @@ def test_an_operators_key_looks_at_the_server(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(json.dumps({"keys": [{"key": "a"}, {"key": "b", "admin": True}]}))
     assert serve._any_key(file) == "b"
+    file.write_text(json.dumps({"keys": [{"sha256": "a" * 64}]}))
+    assert serve._any_key(file) is None
     file.write_text("keys: 3")
     assert serve._any_key(file) is None
     assert serve._any_key(None) is None
