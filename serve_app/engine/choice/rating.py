@@ -112,13 +112,14 @@ def fill_profile(profile: Profile, like: Profile) -> Profile:
 
 
 def join_profiles(few: Profile, many: Profile) -> tuple[int, Profile] | None:
-    """The number of rows from which on batches take less time by the second profile; None without such a
-    number. With it comes a profile that is the first one below it and the second one from there on."""
+    """The number of rows from which on batches take less time by the second profile; None if that is so for
+    all of them, or for none. With it comes a profile that is the first one below it and the second one from
+    there on."""
     few_s, many_s = ({**profile.decode_s, **profile.prefill_s} for profile in (few, many))
     most = max(many_s.keys() & few_s.keys(), default=0)
     slower = [n for n in range(1, most + 1) if predict_s(many_s, n) >= predict_s(few_s, n)]
     n_rows = max(slower, default=0) + 1
-    if n_rows > most:
+    if not 1 < n_rows <= most:
         return None
     curves: dict[str, Any] = {
         name: {n: getattr(many if n >= n_rows else few, name)[n] for n in getattr(few, name)}

@@ -447,6 +447,18 @@ def test_few_rows_have_the_files_weights_beside_w8a8_where_that_is_faster(
     assert ("w8a8 for batches of 5 rows and more" in plan.why) is (many_from is not None)
 
 
+def test_no_rows_have_the_files_weights_where_w8a8_is_always_faster(
+    machine: Machine, model: Path, options: EngineOptions
+) -> None:
+    machine.profiles |= {
+        OPENVINO: Profile({1: 0.02, 4: 0.06}, {16: 1.0}),
+        OPENVINO_W8A8: Profile({1: 0.01, 4: 0.03}, {16: 0.5}),
+    }
+    plan = choose(model, options)
+    assert plan.kernels == OPENVINO_W8A8
+    assert "rows and more" not in plan.why
+
+
 @pytest.mark.parametrize(
     ("change", "room"),
     [
