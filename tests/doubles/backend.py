@@ -30,10 +30,9 @@ from serve_app.engine.backends.base import (
     MemoryUse,
     Projector,
     Row,
-    Setup,
     State,
 )
-from serve_app.engine.choice.plan import Mode
+from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.vision.positions import Positions, Tile
@@ -119,17 +118,10 @@ class FakePictures:
 
 
 class FakeModes:
-    """The other kind of cache of a scripted backend."""
+    """The change of a scripted backend's cache."""
 
     def __init__(self, backend: FakeBackend) -> None:
         self._backend, self.change = backend, backend.change
-
-    @property
-    def other(self) -> tuple[Mode, Profile]:
-        """The other mode, which must be set."""
-        if self._backend.other is None:
-            raise AssertionError("there is no other mode")
-        return self._backend.other
 
     @property
     def change_s(self) -> float:
@@ -163,6 +155,7 @@ class FakeBackend:
         forgets: bool = False,
     ) -> None:
         self.forgets = forgets
+        self.plan = Plan(why="scripted")
         self.memory = MemoryUse(0, 0, 0, 4, 0)
         self.mode = Mode(flash_attn=False, kv_unified=n_cells is not None)
         self.mode_reason = "scripted"
@@ -233,13 +226,9 @@ class FakeBackend:
     # -- capabilities -----------------------------------------------------------------------------
 
     @property
-    def setup(self) -> Setup:
+    def cache_plan(self) -> CachePlan:
         """The attributes `mode`, `profile` and others, which tests set."""
-        return Setup("llama.cpp", self.mode, self.profile, "scripted", self.mode_reason)
-
-    @setup.setter
-    def setup(self, setup: Setup) -> None:
-        self.mode, self.profile, self.mode_reason = setup.mode, setup.profile, setup.mode_reason
+        return CachePlan(self.mode, self.mode_reason, self.profile, self.other)
 
     def keep(self, profile: Profile) -> None:
         """Have these costs from now on."""

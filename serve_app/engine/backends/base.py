@@ -6,20 +6,19 @@ Except for `Vocabulary`, which is immutable, and `cancel`, everything is used by
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base.engine_options import KernelsName
 from serve_app.base.formats import EmbeddingPooling
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.values.adapters import Adapters
 from serve_app.base.values.answers import Sampled, TokenLogprobs
 from serve_app.base.values.media import Medium, Size
-from serve_app.engine.choice.plan import Mode
+from serve_app.engine.choice.plan import CachePlan, Plan
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.vision.positions import Part, Pause, Tile
@@ -178,18 +177,6 @@ class DraftModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """The way a backend computes, with the reasons for it."""
-
-    kernels: KernelsName
-    mode: Mode
-    profile: Profile = field(default_factory=Profile)
-    """The cost of batches; empty if that was not measured."""
-    kernels_reason: str = "as configured"
-    mode_reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class CacheTraits:
     """The abilities of a model's cache that the engine makes use of."""
 
@@ -286,11 +273,7 @@ class StateSupport(Protocol):
 
 
 class ModeSupport(Protocol):
-    """The other kind of cache, which was measured too."""
-
-    @property
-    def other(self) -> tuple[Mode, Profile]:
-        """The best mode with the other kind of cache, and what batches cost there."""
+    """The change to the other kind of cache, which was measured too."""
 
     @property
     def change_s(self) -> float:
@@ -305,7 +288,13 @@ class ModeSupport(Protocol):
 class Backend(Protocol):
     """A model and a context in which each slot has a `seq_id`: its own id."""
 
-    setup: Setup
+    @property
+    def plan(self) -> Plan:
+        """The decisions of the start."""
+
+    @property
+    def cache_plan(self) -> CachePlan:
+        """The mode that its cache has now. The profile is empty if nothing was measured."""
 
     @property
     def vocabulary(self) -> Vocabulary:

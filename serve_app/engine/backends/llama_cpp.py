@@ -21,7 +21,7 @@ from serve_app.base.errors import ConfigError, DecodeError
 from serve_app.base.progress import Report, Stage
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.values.adapters import Adapters
-from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, Setup, State
+from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, State
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, convert_state
 from serve_app.engine.choice.caches import choose_cache
@@ -251,7 +251,7 @@ class LlamaStates:
     @property
     def _layout(self) -> Layout:
         """The layout of the states that the cache takes."""
-        backend, mode = self._backend, self._backend.setup.mode
+        backend, mode = self._backend, self._backend.cache_plan.mode
         n_streams = 1 if mode.kv_unified else backend.n_sequences
         several = backend.vocabulary.n_dimensions > 1
         return Layout(n_streams, transposed=not mode.flash_attn, several_dimensions=several)
@@ -264,7 +264,7 @@ class LlamaStates:
         if backend.pictures is not None:
             parts.append(backend.pictures.projector.fingerprint)
         if not self._context.portable:
-            parts += [self._layout.n_streams, backend.setup.mode.flash_attn]
+            parts += [self._layout.n_streams, backend.cache_plan.mode.flash_attn]
         return hashlib.blake2b(backend.vocabulary.fingerprint() + repr(parts).encode()).digest()
 
 
@@ -275,16 +275,12 @@ class LlamaModes:
         self._backend = backend
         self.change_s = backend.opened_s
 
-    @property
-    def other(self) -> tuple[Mode, Profile]:
-        other = self._backend.cache_plan.other
-        if other is None:
-            raise ValueError("There is no other mode.")
-        return other
-
     def change(self, reason: str, learned: Profile) -> None:
         began, backend = time.perf_counter(), self._backend
-        present, (mode, profile) = replace(backend.cache_plan, profile=learned), self.other
+        present = replace(backend.cache_plan, profile=learned)
+        if present.other is None:
+            raise ValueError("There is no other mode.")
+        mode, profile = present.other
         plan = CachePlan(mode, reason, profile, (present.mode, learned))
         try:
             backend.remake_cache(plan.mode)
@@ -294,7 +290,6 @@ class LlamaModes:
             plan = replace(present, other=None)
             backend.modes = None
         backend.cache_plan = plan
-        backend.setup = replace(backend.setup, mode=plan.mode, mode_reason=plan.reason)
         self.change_s = time.perf_counter() - began
         backend.keep(plan.profile)
 
@@ -334,13 +329,6 @@ class LlamaBackend:
         self._positions = Positions(several=model.n_dimensions > 1)
         try:
             self.cache_plan = cache = choose_cache(plan, model, options, self._open, report)
-            self.setup = Setup(
-                plan.kernels.backend,
-                cache.mode,
-                cache.profile,
-                kernels_reason=str(plan),
-                mode_reason=cache.reason,
-            )
             began, n_ctx = time.perf_counter(), options.n_ctx
             if n_ctx is not None:
                 n_ctx += sum(map(len, options.pinned))
@@ -410,7 +398,7 @@ class LlamaBackend:
     @property
     def traits(self) -> CacheTraits:
         model, context = self.vocabulary, self._context
-        consecutive = not (self.setup.mode.kv_unified or context.window)
+        consecutive = not (self.cache_plan.mode.kv_unified or context.window)
         return CacheTraits(
             n_rewind=context.n_rewind,
             can_shift=context.can_shift,
@@ -456,7 +444,7 @@ class LlamaBackend:
         if not self._context.can_shift:
             raise DecodeError("This model's positions cannot be shifted.")
         self.hidden_states.forget(seq_id)
-        if self.setup.mode.kv_unified:  # other slots may share cells, and must not see this
+        if self.cache_plan.mode.kv_unified:  # other slots may share cells, and must not see this
             self._context.restore(seq_id, self._context.save(seq_id))
         for n_keep, n_discard in cuts:
             self._context.shift(seq_id, n_keep, n_discard)
@@ -483,7 +471,6 @@ class LlamaBackend:
 
     def keep(self, profile: Profile) -> None:
         self.cache_plan = replace(self.cache_plan, profile=profile)
-        self.setup = replace(self.setup, profile=profile)
         self.plan.keep(self.options.profile_folder, self.cache_plan)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def open_backend(
         why = f"OpenVINO could not be started: {error}".removesuffix(".")
         plan = replace(plan, kernels=plan.llama_cpp, why=why)
         backend = open_planned(plan, path, options, report)
-    logger.info("The plan of %s: %s; %s.", path.name, plan, backend.setup.mode_reason)
+    logger.info("The plan of %s: %s; %s.", path.name, plan, backend.cache_plan.reason)
     if plan.converts:
         threading.Thread(target=_convert, args=(path, plan, options), daemon=True).start()
     return backend

@@ -26,7 +26,6 @@ from serve_app.engine.backends.base import (
     EmbeddingShape,
     MemoryUse,
     Row,
-    Setup,
     State,
 )
 from serve_app.engine.backends.draft_model import draft_for, open_draft
@@ -129,7 +128,7 @@ class EncoderBackend(LlamaBackend):
             window=model.meta_int("attention.sliding_window", 0),
         )
         self.embeddings = EncoderEmbeddings(model, options, plan, encoder)
-        self.setup = replace(self.setup, mode_reason="An encoder has no cache")
+        self.cache_plan = replace(self.cache_plan, reason="An encoder has no cache")
 
 
 def open_with_openvino(path: Path, options: EngineOptions, report: Report, plan: Plan) -> Backend:
@@ -184,13 +183,9 @@ class OpenVinoBackend:
         if chain is not None:
             limit_s = min(options.profile_limit_s, _MEASURING * (time.monotonic() - began))
             self._options = replace(options, profile_limit_s=limit_s)
-        self._plan, cache = plan, CachePlan(PAGED, _REASON, Profile())
+        self.plan, self.cache_plan = plan, CachePlan(PAGED, _REASON, Profile())
         if self._options.profile_limit_s > 0:
-            cache = load_or_measure(plan, self._options, report, self._measure)
-        self._cache_plan = cache
-        self.setup = Setup(
-            "openvino", PAGED, cache.profile, kernels_reason=str(plan), mode_reason=cache.reason
-        )
+            self.cache_plan = load_or_measure(plan, self._options, report, self._measure)
         # llama.cpp is the faster with few rows, one for each slot.
         self.draft = open_draft(model, draft_for(model, options), options)
         self.states = PagedStates(context, self._state_key())
@@ -235,8 +230,8 @@ class OpenVinoBackend:
         return CachePlan(PAGED, _REASON, profile)
 
     def keep(self, profile: Profile) -> None:
-        cache = replace(self._cache_plan, profile=profile)
-        self._plan.keep(self._options.profile_folder, cache)
+        cache = replace(self.cache_plan, profile=profile)
+        self.plan.keep(self._options.profile_folder, cache)
 
     def sampler(
         self, params: SamplingParams, prompt: Sequence[int], constraint: Constraint | None

@@ -245,7 +245,7 @@ class SlotContents:
 
     def _copy(self, source: Slot, slot: Slot, n_cached: int) -> None:
         """Have what another slot has. Raises DecodeError."""
-        unified = self._backend.setup.mode.kv_unified
+        unified = self._backend.cache_plan.mode.kv_unified
         pending = self._backend.slots_with_pending_copy
         if self.checkpoints.is_needed and n_cached < source.n_past and not unified:
             # Otherwise, the next decode would copy over what a checkpoint puts back.

@@ -216,7 +216,7 @@ class KVCacheManager:
     def make_way(self, n_sequences: int) -> None:
         """Empty the idle slots that so many sequences will get, if the cache is unified. Until then every
         row would be computed with what is there."""
-        if self.backend.setup.mode.kv_unified:
+        if self.backend.cache_plan.mode.kv_unified:
             n_empty = sum(slot.idle and not slot.idle_tokens for slot in self.table.slots)
             while n_empty < n_sequences and self.evict_idle():
                 n_empty += 1
@@ -440,10 +440,10 @@ def open_cache(
     checkpoints = Checkpoints(backend, checkpoint_bytes)
     table = SlotTable(
         options.n_slots,
-        min_copy(options, backend.setup.mode),
+        min_copy(options, backend.cache_plan.mode),
         options.pinned,
-        room=slot_room(options, backend.setup.mode),
-        consecutive=not backend.setup.mode.mixes,
+        room=slot_room(options, backend.cache_plan.mode),
+        consecutive=not backend.cache_plan.mode.mixes,
         resumable=checkpoints.resumable,
     )
     disk_tier = None

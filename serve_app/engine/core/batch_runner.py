@@ -164,7 +164,7 @@ class BatchRunner:
         if not batch.prefills:
             n_sequences = len(batch.chunks) + len(batch.fillers)
             self._costs.observe_decode(n_sequences, len(batch.rows), depth, seconds)
-        elif len(batch.chunks) == 1 or self._backend.setup.mode.mixes:
+        elif len(batch.chunks) == 1 or self._backend.cache_plan.mode.mixes:
             self._costs.observe_prefill(len(batch.rows), depth, seconds)
 
     def _sample(self, chunk: Chunk) -> list[Sampled] | CorralError:

@@ -77,7 +77,7 @@ class EngineCore:
         self.turns = turns.current()
         self.command_queue = command_queue
         self.progress = progress
-        self.costs = costs = CostModel(backend.setup.profile)
+        self.costs = costs = CostModel(backend.cache_plan.profile)
         self.budget = StepBudget(options.max_stall_ms)
         self.policy = command_queue.policy
         self.counts = Counts()
@@ -88,7 +88,7 @@ class EngineCore:
             options.n_batch,
             costs,
             self.budget,
-            mixed=backend.setup.mode.mixes,
+            mixed=backend.cache_plan.mode.mixes,
             n_rewind=backend.traits.n_rewind,
         )
         self.cache = open_cache(backend, costs, options, self.budget)
@@ -196,7 +196,7 @@ class EngineCore:
 
     def _schedule(self) -> list[Batch]:
         ends = self.cache.table.slot_ends if self.backend.traits.fills_gaps else None
-        n_cells = self.cache.table.n_cells if self.backend.setup.mode.mixes else 0
+        n_cells = self.cache.table.n_cells if self.backend.cache_plan.mode.mixes else 0
         batches = self.scheduler.schedule(time.monotonic(), n_cells, ends)
         for guest in self.guests:
             guest.before_decode(batches)

@@ -143,9 +143,9 @@ class Traffic:
             own.seconds = other.seconds = 0.0
         self._n_alike = 0
 
-    def reason(self) -> str:
-        """Why the engine has the other kind from now on, in a line."""
+    def reason(self, need: str = "") -> str:
+        """Why the engine has the other kind from now on, in a line: for that `need`, or by the traffic."""
         self._add_up()
         own, other = self._own, self._other
         work = f"{own.seconds:.1f} s of work with {own.mode}, and {other.seconds:.1f} s so"
-        return f"{other.mode}: by the traffic of late, {work}"
+        return f"{other.mode}: {need or f'by the traffic of late, {work}'}"

@@ -62,9 +62,8 @@ class CacheModeSwitcher(Guest):
         self._scheduler, self._costs = scheduler, scheduler.costs
         self._steps = steps
         self._longest_pause_s = min(steps.budget.max_stall_s, _LONGEST_PAUSE_S)
-        profile, modes = self._backend.setup.profile, self._backend.modes
-        can_change = profile.decode_s and not self._backend.traits.forgets
-        self._modes = modes if can_change else None
+        can_change = backend.cache_plan.profile.decode_s and not backend.traits.forgets
+        self._modes = backend.modes if can_change else None
         self._traffic = self._comparison()
         self._not_before = 0.0
         self._long_until = 0.0
@@ -73,11 +72,11 @@ class CacheModeSwitcher(Guest):
 
     def _comparison(self) -> Traffic | None:
         """The comparison of the present kind with the other one, if there is another."""
-        if self._modes is None:
+        plan = self._backend.cache_plan
+        if self._modes is None or plan.other is None:
             return None
-        setup, other = self._backend.setup, self._modes.other
-        share = min(setup.profile.share, other[1].share)
-        return Traffic((setup.mode, self._costs), other, share)
+        share = min(plan.profile.share, plan.other[1].share)
+        return Traffic((plan.mode, self._costs), plan.other, share)
 
     def before_schedule(self) -> None:
         """Change the cache if a request needs that; or if it pays, and streams can wait for it."""
@@ -146,7 +145,7 @@ class CacheModeSwitcher(Guest):
     @property
     def _stays_unified(self) -> bool:
         """Whether a long chat is there, or was there lately."""
-        unified = self._backend.setup.mode.kv_unified
+        unified = self._backend.cache_plan.mode.kv_unified
         return unified and time.monotonic() < self._long_until
 
     def pays(self) -> bool:
@@ -196,7 +195,7 @@ class CacheModeSwitcher(Guest):
     def _is_worth_storing(self, slot: Slot) -> bool:
         """Whether the slot is stored before the change. What comes back from a store into a unified cache
         shares no cells: what is mostly another slot's is better copied from there."""
-        turns_unified = not self._backend.setup.mode.kv_unified
+        turns_unified = not self._backend.cache_plan.mode.kv_unified
         mostly_shared = turns_unified and 2 * slot.n_shared > slot.n_past
         return bool(slot.n_past) and not (slot.pinned or mostly_shared)
 
@@ -213,15 +212,12 @@ class CacheModeSwitcher(Guest):
                 turns.current().take()  # others on these cores compute between two copies
                 cache.store_now(slot)
         pinned = {slot.id: self._pinned_state(slot) for slot in table.slots if slot.pinned}
-        by_traffic, other = self._traffic.reason(), self._modes.other[0]
+        reason = self._traffic.reason(need)
         self._steps.interrupt()
-        self._modes.change(
-            f"{other}: {need}" if need else by_traffic, self._costs.learned_profile()
-        )
-        self._modes = self._backend.modes
-        self._costs.begin(self._backend.setup.profile)
-        self._traffic = self._comparison()
-        mode = self._backend.setup.mode
+        self._modes.change(reason, self._costs.learned_profile())
+        self._modes, plan = self._backend.modes, self._backend.cache_plan
+        self._costs.begin(plan.profile)
+        self._traffic, mode = self._comparison(), plan.mode
         self._scheduler.mix(mode.kv_unified)
         room = slot_room(self._options, mode)
         table.begin(min_copy(self._options, mode), room, consecutive=not mode.kv_unified)
@@ -229,7 +225,7 @@ class CacheModeSwitcher(Guest):
             self._restore_pinned(slot_id, state)
         took_s = time.monotonic() - began
         self._not_before = time.monotonic() + _PAUSE * took_s
-        logger.info("%s. The change took %.2f s.", self._backend.setup.mode_reason, took_s)
+        logger.info("%s. The change took %.2f s.", plan.reason, took_s)
 
     def _pinned_state(self, slot: Slot) -> State | None:
         return (

@@ -83,9 +83,9 @@ _Group = TypeVar("_Group", bound="DataclassInstance")
 def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
     """A snapshot: it does not change with its parts."""
     options, cache, counts = core.options, core.cache, core.counts
-    setup, shape = core.backend.setup, core.backend.embeddings.shape
+    backend, shape = core.backend, core.backend.embeddings.shape
     guests = Counter({name: n for guest in core.guests for name, n in guest.counts.items()})
-    mode = setup.mode
+    mode = backend.cache_plan.mode
     n_running, n_waiting = (
         Counter(one.request.background for one in them)
         for them in (core.running, core.admission.waiting)
@@ -95,11 +95,11 @@ def engine_stats(core: EngineCore, forecast: Forecast) -> EngineStats:
         n_ctx_slot=options.n_ctx_slot if shape.causal else shape.n_text,
         n_ctx=options.n_ctx_together,
         compute=ComputeStats(
-            backend=setup.kernels,
-            backend_reason=setup.kernels_reason,
+            backend=backend.plan.kernels.backend,
+            backend_reason=str(backend.plan),
             flash_attn=mode.flash_attn,
             kv_unified=mode.kv_unified,
-            mode_reason=setup.mode_reason,
+            mode_reason=backend.cache_plan.reason,
             threads=options.threads_of(1),
             threads_batch=options.threads_of(2),
         ),

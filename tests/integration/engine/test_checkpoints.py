@@ -282,7 +282,7 @@ async def test_after_profiling_and_with_drafts(
 def test_the_kind_of_cache_never_changes(models: dict[str, Path], kind: str) -> None:
     options = replace(OPTIONS, kv_unified=None, profile_limit_s=0.5)
     with closing(LlamaBackend(models[kind], options)) as backend:
-        assert backend.setup.profile.decode_s
+        assert backend.cache_plan.profile.decode_s
         assert backend.modes is None
 
 

@@ -18,11 +18,18 @@ from serve_app.base.errors import ConfigError, EngineFailedError
 from serve_app.base.formats import BackendName, Quantization
 from serve_app.base.progress import Stage
 from serve_app.engine.backends import opening
-from serve_app.engine.backends.base import Setup
 from serve_app.engine.choice import choose as choosing
 from serve_app.engine.choice.choose import choose
 from serve_app.engine.choice.kernels import MODE
-from serve_app.engine.choice.plan import AS_STORED, OPENVINO, OPENVINO_W8A8, REPACKED, Kernels, Plan
+from serve_app.engine.choice.plan import (
+    AS_STORED,
+    OPENVINO,
+    OPENVINO_W8A8,
+    REPACKED,
+    CachePlan,
+    Kernels,
+    Plan,
+)
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.model import fingerprint_of
 from serve_app.kernels.openvino import convert
@@ -521,7 +528,7 @@ class Opened:
 
     def __init__(self, plan: Plan, *_: object) -> None:
         self.plan = plan
-        self.setup = Setup("llama.cpp", MODE, profile(1.0))
+        self.cache_plan = CachePlan(MODE, "", profile(1.0))
 
 
 def test_llama_cpp_in_openvinos_place_has_the_layout_that_was_measured(
