@@ -7,6 +7,8 @@ tests/test-llama-archs.cpp, where the metadata are from.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ _SCALES = (b".scale", b".input_scale")
 
 Metadata = Mapping[str, int | float | bool | Sequence[int] | Sequence[float]]
 Weights = dict[str, NDArray[np.float32]]
+
+
+class _GgufParams(ctypes.Structure):
+    """llama.cpp's `gguf_init_params`: no tensors are made."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
 
 def write_architecture(
@@ -84,10 +92,12 @@ def _shapes(header: Path) -> dict[str, tuple[int, ...]]:
     library.init()
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers, params.load_mtp, params.use_extra_bufts = 0, True, False
-    with library.gguf_header(header) as found:
-        model = llama_cpp.llama_model_init_from_user(
-            found, llama_cpp.llama_model_set_tensor_data_t(look), None, params
-        )
+    read = library.function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _GgufParams)
+    found = read(os.fsencode(header), _GgufParams(True, None))
+    model = llama_cpp.llama_model_init_from_user(
+        found, llama_cpp.llama_model_set_tensor_data_t(look), None, params
+    )
+    library.function("gguf_free", None, ctypes.c_void_p)(found)
     if not model:
         raise ValueError(f"llama.cpp makes no model of the metadata in {header}.")
     llama_cpp.llama_model_free(model)

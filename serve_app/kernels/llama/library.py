@@ -115,24 +115,6 @@ def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return bound
 
 
-class _GgufParams(ctypes.Structure):
-    """llama.cpp's `gguf_init_params`: no tensors are made."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
-
-
-@contextmanager
-def gguf_header(path: Path) -> Iterator[int | None]:
-    """The metadata of a GGUF file and the places of its tensors, for ggml's functions that read these; None
-    if ggml cannot read the file."""
-    read = function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _GgufParams)
-    header = read(os.fsencode(path), _GgufParams(True, None))
-    try:
-        yield header
-    finally:
-        function("gguf_free", None, ctypes.c_void_p)(header)
-
-
 @functools.cache
 def init_numa(strategy: NumaStrategy) -> None:
     """Have llama.cpp spread the threads that it starts from now on over NUMA nodes, in the whole process.

@@ -11,15 +11,13 @@ Sources: llama.cpp, `ggml_tensor` in ggml.h and `ggml_tiled_supported` in ggml-c
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import llama_cpp
-import numpy as np
 
 from serve_app.base.errors import ConfigError
+from serve_app.kernels.gguf_reader import GgufReader
 from serve_app.kernels.llama import library
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class _Place(NamedTuple):
 class StoredWeights:
     """The repacked tensors of a model, and where the file has their weights. Only the thread that computes
     may call, and the model must not be used after the object is gone. Raises ConfigError where llama.cpp's
-    tensors are not as they are expected to be."""
+    tensors are not as they are expected to be, or `gguf` cannot read the file."""
 
     def __init__(self, model: Model) -> None:
         if library.function("ggml_tensor_overhead", ctypes.c_size_t)() != (
@@ -71,9 +69,10 @@ class StoredWeights:
             raise ConfigError(
                 "This llama.cpp has tensors of another kind: weights have one layout."
             )
-        self._mappings: list[mmap.mmap] = []
+        readers = [GgufReader(path) for path in model.files]
+        self._mappings = [reader.data for reader in readers]
         self._as_stored = False
-        places = {name: place for path in model.files for name, place in self._places(path)}
+        places = {name: place for reader in readers for name, place in _places(reader)}
         sized = library.function("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
         names = {(t.name, sized(ctypes.addressof(t))): t for t in _repacked_tensors(model)}
         self._tensors = [
@@ -91,32 +90,19 @@ class StoredWeights:
                 tensor.buffer, tensor.data, tensor.extra = places[as_stored]
             self._as_stored = as_stored
 
-    def _places(self, path: Path) -> Iterator[tuple[tuple[bytes, int], _Place]]:
-        """Map a GGUF file; returns the names and bytes of its tensors, and their places."""
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._mappings.append(mapping)
-        address = np.frombuffer(mapping, np.uint8).ctypes.data
-        of_memory = library.function(
-            "ggml_backend_cpu_buffer_from_ptr", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-        )
-        buffer = of_memory(address, len(mapping))
-        library.function("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)(
-            buffer, _USAGE_WEIGHTS
-        )
-        pointer, index = ctypes.c_void_p, ctypes.c_int64
-        name = library.function("gguf_get_tensor_name", ctypes.c_char_p, pointer, index)
-        size, offset = (
-            library.function(f"gguf_get_tensor_{number}", ctypes.c_size_t, pointer, index)
-            for number in ("size", "offset")
-        )
-        begin = library.function("gguf_get_data_offset", ctypes.c_size_t, pointer)
-        n_tensors = library.function("gguf_get_n_tensors", index, pointer)
-        with library.gguf_header(path) as header:
-            data = address + begin(header)
-            for i in range(n_tensors(header)):
-                place = _Place(buffer, data + offset(header, i), None)
-                yield (name(header, i), size(header, i)), place
+
+def _places(reader: GgufReader) -> Iterator[tuple[tuple[bytes, int], _Place]]:
+    """The names and bytes of a mapped file's tensors, and their places."""
+    of_memory = library.function(
+        "ggml_backend_cpu_buffer_from_ptr", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    )
+    buffer = of_memory(reader.data.ctypes.data, len(reader.data))
+    library.function("ggml_backend_buffer_set_usage", None, ctypes.c_void_p, ctypes.c_int)(
+        buffer, _USAGE_WEIGHTS
+    )
+    for tensor in reader.tensors:
+        place = _Place(buffer, tensor.data.ctypes.data, None)
+        yield (tensor.name.encode(), tensor.n_bytes), place
 
 
 def _repacked_tensors(model: Model) -> list[GgmlTensor]:

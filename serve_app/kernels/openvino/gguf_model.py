@@ -17,11 +17,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
+from gguf import GGMLQuantizationType, GGUFValueType, ReaderField
 from numpy.typing import NDArray
 
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import Quantization
+from serve_app.kernels.gguf_reader import GgufReader
 from serve_app.kernels.openvino.architectures import ARCHITECTURES, Architecture
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape, StageNode, divide
 from serve_app.kernels.openvino.weights import GROUP, floats, is_quantised, is_rounded, matrix_bytes
@@ -108,28 +109,6 @@ class Tensor:
     n_weights: int
 
 
-class _Reader(GGUFReader):
-    """Reads arrays as wholes, and passes over arrays of texts: a vocabulary takes seconds otherwise."""
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[NDArray[Any]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-        n_values, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
-        dtype, types = self.gguf_scalar_to_np.get(kind), [GGUFValueType.ARRAY, kind]
-        if dtype is not None:
-            values = self._get(start, dtype, n_values)
-            return start + values.nbytes - orig_offs, [values], [0], types
-        if kind is not GGUFValueType.STRING:
-            return super()._get_field_parts(orig_offs, raw_type)
-        data, end = self.data.data, start
-        for _ in range(n_values):
-            end += 8 + int.from_bytes(data[end : end + 8], "little")
-        return end - orig_offs, [], [], types
-
-
 class GgufModel:
     """Opened for reading; the tensors stay in the file until they are read. Remembers which were taken.
 
@@ -139,7 +118,7 @@ class GgufModel:
     def __init__(
         self, files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
     ) -> None:
-        readers = [_Reader(path) for path in files]
+        readers = [GgufReader(path) for path in files]
         self._first = readers[0]
         self._tensors = {
             one.name: Tensor(one.name, one.data, one.tensor_type, int(one.n_elements))
