@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import llama_cpp
 from llguidance import LLMatcher, LLTokenizer
 
+from serve_app.base import heap
 from serve_app.base.errors import ConfigError, InvalidRequestError
 from serve_app.base.formats import EmbeddingPooling, LoadMode
 from serve_app.base.sampling import SamplingParams, Triggers
@@ -24,14 +24,10 @@ from serve_app.base.sharing import turns
 from serve_app.config import shards
 from serve_app.kernels.llama import library, long_runs
 from serve_app.kernels.llama.cache_sizes import CacheSizes, cache_sizes
-from serve_app.kernels.llama.grammars.constraint import (
-    LIMITS,
-    CompiledGrammars,
-    Constraint,
-    LazyConstraint,
-)
+from serve_app.kernels.llama.grammars.constraint import LIMITS, Constraint, LazyConstraint
 from serve_app.kernels.llama.grammars.grammar_tokenizer import grammar_tokenizer, is_delimiter
 from serve_app.kernels.llama.sampling.history import Histories, History
+from serve_app.kernels.llama.shared import Shared
 from serve_app.kernels.llama.stored_weights import StoredWeights
 
 _CONTROL_KINDS = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -63,6 +59,8 @@ _ROLLED_BACK_SLOWLY = frozenset(
 _SEVERAL_DIMENSIONS = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 # More than names of metadata have.
 _NAME_BYTES = 256
+# Characters of the grammars that are kept. Compiled, they take four hundred times as much.
+_KEPT_GRAMMARS = 2**14
 
 # Architectures of drafts that read another model's hidden states.
 _HEADS = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash draft"}
@@ -173,8 +171,7 @@ class Model:
             raise ConfigError(f"{self.path} holds no vocabulary.")
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._pieces: dict[tuple[int, bool], bytes] = {}
-        self._constraints = threading.Lock()
-        self._compiled = CompiledGrammars(self._compile)
+        self._compiled = Shared[str, Constraint](_KEPT_GRAMMARS, len)
         self._histories = Histories(self._vocab, self.n_vocab, self._all_pieces)
         self._read_metadata()
         self._read_vocabulary()
@@ -464,8 +461,7 @@ class Model:
         """A constraint that keeps one sequence to a grammar, as llguidance serialises it; with `triggers`,
         from there. The first takes a second for a large vocabulary, a new grammar milliseconds, without the
         GIL. Raises InvalidRequestError if the grammar is none, or takes too much."""
-        with self._constraints:
-            fresh = self._compiled[grammar].fresh()
+        fresh = self._compiled.get(grammar, lambda: self._compile(grammar)).fresh()
         if triggers is None:
             return fresh
         return LazyConstraint(
@@ -481,6 +477,8 @@ class Model:
             probe.token_mask()  # expressions that blow up do so at the first token, or when they are copied
             if probe.fault is not None:
                 raise InvalidRequestError(f"The grammar takes too much: {probe.fault}")
+        if len(grammar) > _KEPT_GRAMMARS:
+            weakref.finalize(made, heap.trim_soon)
         return made
 
     def history(

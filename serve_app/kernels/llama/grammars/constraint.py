@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
-from serve_app.base import heap
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import Triggers
 
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=50_000)
 """A quarter of llguidance's own: a token of an expression that blows up then takes 0.15 s."""
-KEPT_BYTES = 2**14
-"""Bytes of the texts of grammars that are kept compiled, which takes four hundred times as much."""
 
 
 class Constraint:
@@ -77,40 +73,6 @@ class Constraint:
     def fault(self) -> str | None:
         """The reason why the grammar gave up, if it did, without llguidance's state."""
         return self._matcher.get_error().partition("\n")[0] or None
-
-
-class CompiledGrammars:
-    """Grammars in use, for requests with many answers, and the last ones, up to so many bytes of their
-    texts. The next request may have the same. One thread at a time."""
-
-    def __init__(
-        self, compile_one: Callable[[str], Constraint], kept_bytes: int = KEPT_BYTES
-    ) -> None:
-        self._compile = compile_one
-        self._most_bytes = kept_bytes
-        self._used = WeakValueDictionary[str, Constraint]()
-        self._kept: dict[str, Constraint] = {}
-        """Grammars by their texts; the grammar that was used last is last."""
-        self._n_bytes = 0
-
-    def __getitem__(self, grammar: str) -> Constraint:
-        compiled = self._used.get(grammar)
-        if compiled is None:
-            compiled = self._used[grammar] = self._compile(grammar)
-            if len(grammar) > self._most_bytes:
-                finalize(compiled, heap.trim_soon)
-        if len(grammar) <= self._most_bytes:
-            self._keep(grammar, compiled)
-        return compiled
-
-    def _keep(self, grammar: str, compiled: Constraint) -> None:
-        if self._kept.pop(grammar, None) is None:
-            self._n_bytes += len(grammar)
-        self._kept[grammar] = compiled
-        while self._n_bytes > self._most_bytes:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self._n_bytes -= len(oldest)
 
 
 class LazyConstraint(Constraint):

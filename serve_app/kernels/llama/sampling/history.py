@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -24,6 +22,7 @@ import numpy as np
 from serve_app.base.errors import InvalidRequestError
 from serve_app.base.sampling import PARAMETERS, SamplingParams
 from serve_app.kernels.llama import library
+from serve_app.kernels.llama.shared import Shared
 
 MOST_OVERLAPS = 32_768
 """The most tokens that may overlap with a request's breakers, counted for each breaker. A copy of the
@@ -41,29 +40,6 @@ _READ += tuple(one.name for one in PARAMETERS if one.sampler == "penalties")
 _accept = library.brief(llama_cpp.llama_sampler_accept)
 
 _Key = tuple[float, float, int, int, tuple[bytes, ...]]
-_T = TypeVar("_T")
-
-
-class _Shared(Generic[_T]):
-    """The things that somebody uses, and the last ones, by their keys."""
-
-    def __init__(self, most_kept: int) -> None:
-        self._most_kept = most_kept
-        self._making = threading.Lock()
-        self._used = weakref.WeakValueDictionary[Any, _T]()
-        self._kept = OrderedDict[Any, _T]()
-
-    def get(self, key: Any, make: Callable[[], _T]) -> _T:
-        """The thing with this key. One is made at a time."""
-        made = self._used.get(key)  # without the lock, which may be held for long
-        if made is None:
-            with self._making:
-                made = self._used.get(key)
-                if made is None:
-                    made = self._used[key] = self._kept[key] = make()
-                    if len(self._kept) > self._most_kept:
-                        self._kept.popitem(last=False)
-        return made
 
 
 class SharedSampler:
@@ -103,8 +79,8 @@ class Histories:
         self._n_vocab = n_vocab
         self._all_pieces = all_pieces
         self._pieces: bytes | None = None
-        self._breakers = _Shared[SharedSampler](_MOST_BREAKERS_KEPT)
-        self._histories = _Shared[History](_MOST_HISTORIES_KEPT)
+        self._breakers = Shared[_Key, SharedSampler](_MOST_BREAKERS_KEPT)
+        self._histories = Shared[tuple[object, ...], History](_MOST_HISTORIES_KEPT)
 
     def history(
         self, params: SamplingParams, n_ctx_slot: int, prompt: Sequence[int]
