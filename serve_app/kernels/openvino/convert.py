@@ -32,7 +32,7 @@ from serve_app.base.folders import GIB, PART, BoundedFolder, cache_folder, sync
 from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
-from serve_app.kernels.openvino.gguf_model import GgufModel, UnreadableError, readable
+from serve_app.kernels.openvino.gguf_model import GgufModel, readable
 from serve_app.kernels.openvino.parts import WHOLE, ModelPart, ModelShape
 
 if TYPE_CHECKING:
@@ -197,11 +197,11 @@ def shape_of(files: Sequence[Path], quantization: Quantization = "none") -> Mode
 def read_model(
     files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
 ) -> GgufModel:
-    """The model in these files, or a part of it. Raises UnreadableError with a sentence."""
+    """The model in these files, or a part of it. Raises ConfigError with a sentence."""
     try:
         return readable(files, part, quantization)
-    except UnreadableError as error:
-        raise UnreadableError(
+    except ConfigError as error:
+        raise ConfigError(
             f"engine.backend: openvino cannot compute {files[0].name}: {error}. Use llama.cpp."
         ) from None
 

@@ -372,25 +372,18 @@ def block_of(name: str) -> str | None:
     return None if match is None else match[0]
 
 
-class UnreadableError(ConfigError):
-    """A file has something that the graph is not built for. The reason is the rest of a sentence."""
-
-
 def readable(
     files: Sequence[Path], part: ModelPart = WHOLE, quantization: Quantization = "none"
 ) -> GgufModel:
-    """The model in these files, or a part of it. Raises UnreadableError for a model that cannot be
+    """The model in these files, or a part of it. Raises ConfigError as `GgufModel`, also if it cannot be
     computed. Blocks for as long as it takes to read names: for a second where there are 100,000 tokens."""
-    try:
-        model = GgufModel(files, part, quantization)
-        _ = model.rotary
-    except ConfigError as error:
-        raise UnreadableError(str(error)) from None
+    model = GgufModel(files, part, quantization)
+    _ = model.rotary
     for tensor in model.tensors:
         if not model.kind.reads(tensor.name):
-            raise UnreadableError(f"its tensor {tensor.name} would not be used")
+            raise ConfigError(f"its tensor {tensor.name} would not be used")
         if is_quantised(tensor.kind) and not _is_known(tensor.kind):
-            raise UnreadableError(f"nobody has written how to read {tensor.kind.name} weights")
+            raise ConfigError(f"nobody has written how to read {tensor.kind.name} weights")
     return model
 
 

@@ -42,7 +42,7 @@ def converted_slice(
     and the seconds that it takes to convert the whole model in one of them. A small model is its own slice,
     and stays converted and open.
 
-    Raises ConfigError, UnreadableError and OSError."""
+    Raises ConfigError and OSError."""
     whole, models = convert.read_model(model.files), convert.converted_models(max_bytes)
     layers = sliced_layers(whole)
     if len(layers) == len(whole.layers):

@@ -30,7 +30,7 @@ from serve_app.engine.backends.openvino import OpenVinoBackend
 from serve_app.engine.choice.plan import OPENVINO_PLAN, OPENVINO_W8A8, Plan
 from serve_app.kernels.openvino import convert, graph, weights
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
-from serve_app.kernels.openvino.gguf_model import UnreadableError, readable
+from serve_app.kernels.openvino.gguf_model import readable
 from serve_app.kernels.openvino.graph import build
 from serve_app.kernels.openvino.paged import shifts
 from serve_app.kernels.openvino.paged.blocks import BLOCK
@@ -370,7 +370,7 @@ def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_it_cannot_compute_is_refused(made: Made, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(UnreadableError, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         readable([made.write(tmp_path / "model.gguf")])
 
 

@@ -33,7 +33,6 @@ from serve_app.engine.choice.plan import (
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.model import fingerprint_of
 from serve_app.kernels.openvino import convert
-from serve_app.kernels.openvino.gguf_model import UnreadableError
 
 OPTIONS = EngineOptions(n_slots=4, n_ctx_slot=64, threads=1, backend="auto")
 F16, Q4_0, Q4_K_M, BF16 = 1, 2, 15, 32
@@ -68,7 +67,7 @@ class Machine:
 
     def check(self, *_: object, quantization: Quantization = "none") -> SimpleNamespace:
         if self.unreadable:
-            raise UnreadableError(self.unreadable)
+            raise ConfigError(self.unreadable)
         n_bytes = self.converted_bytes if quantization == "none" else self.rounded_bytes
         return SimpleNamespace(converted_bytes=lambda: n_bytes)
 
