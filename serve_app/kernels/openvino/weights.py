@@ -64,14 +64,6 @@ class Quantised:
     zeros: Bytes | None = None
     offsets: Floats | None = None
 
-    def weights(self) -> Floats:
-        """The weights that the kernels compute with."""
-        zeros = 0 if self.zeros is None else self.zeros[..., None].astype(np.float32)
-        weights = (self.codes - zeros) * self.scales[..., None]
-        if self.offsets is not None:
-            weights += self.offsets[..., None]
-        return weights.reshape(len(weights), -1).astype(np.float32)
-
     def with_sums(self) -> Quantised:
         """The matrix with a column for each group in place of its offset, and zeros up to whole groups.
         What it is multiplied by has the sums of the groups there. Offsets are rounded to the codes' bits:

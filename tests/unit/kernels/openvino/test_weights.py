@@ -8,7 +8,14 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from serve_app.kernels.openvino.weights import GROUP, HADAMARD, is_rounded, quantise, round_matrix
+from serve_app.kernels.openvino.weights import (
+    GROUP,
+    HADAMARD,
+    Quantised,
+    is_rounded,
+    quantise,
+    round_matrix,
+)
 
 _HALVES = {
     Kind.Q4_0: (0,),
@@ -23,6 +30,15 @@ _HALVES = {
     Kind.Q3_K: (108,),
 }
 """Where blocks have 16-bit floats."""
+
+
+def floats_of(matrix: Quantised) -> NDArray[np.float32]:
+    """The weights that the kernels compute with."""
+    zeros = 0 if matrix.zeros is None else matrix.zeros[..., None].astype(np.float32)
+    weights = (matrix.codes - zeros) * matrix.scales[..., None]
+    if matrix.offsets is not None:
+        weights += matrix.offsets[..., None]
+    return weights.reshape(len(weights), -1).astype(np.float32)
 
 
 def blocks(kind: Kind) -> NDArray[np.uint8]:
@@ -42,7 +58,7 @@ def blocks(kind: Kind) -> NDArray[np.uint8]:
 def test_weights_are_those_of_the_file(kind: Kind) -> None:
     data = blocks(kind)
     found, expected = quantise(data, kind), gguf.dequantize(data, kind)
-    np.testing.assert_allclose(found.weights(), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(floats_of(found), expected, rtol=0, atol=1e-6)
     bits = found.bits
     least, most = (0, 15) if found.zeros is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     assert found.codes.min() >= least
@@ -52,7 +68,7 @@ def test_weights_are_those_of_the_file(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in _HALVES if is_rounded(kind)])
 def test_other_formats_are_rounded_to_the_127th_part_of_the_largest(kind: Kind) -> None:
     data = blocks(kind)
-    found, expected = quantise(data, kind).weights(), gguf.dequantize(data, kind)
+    found, expected = floats_of(quantise(data, kind)), gguf.dequantize(data, kind)
     largest = np.abs(expected.reshape(7, -1, 32)).max(axis=-1, keepdims=True)
     wrong = np.abs(found - expected).reshape(7, -1, 32)
     assert (wrong <= largest / 127 / 2 * 1.0001).all()
@@ -70,7 +86,7 @@ def test_offsets_are_less_than_a_step() -> None:
 def test_rows_of_equal_weights_have_no_steps(value: float) -> None:
     weights = np.full((2, 64), value, np.float16).astype(np.float32)
     found = quantise(gguf.quantize(weights, Kind.Q4_1), Kind.Q4_1)
-    np.testing.assert_allclose(found.weights(), weights, rtol=1e-6)
+    np.testing.assert_allclose(floats_of(found), weights, rtol=1e-6)
 
 
 def with_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -89,17 +105,17 @@ def test_a_group_far_from_0_leaves_the_others_as_they_are(
     """Its own weights are as exact as those of Q8_0."""
     rng = np.random.default_rng(1)
     weights = rng.normal(0, 0.02, (16, 256)).astype(np.float32)
-    plain = quantise(gguf.quantize(weights, kind), kind).with_sums().weights()
+    plain = floats_of(quantise(gguf.quantize(weights, kind), kind).with_sums())
     weights[:, 64:96] = middle + spread * rng.normal(0, 1, (16, 32))
     data = gguf.quantize(weights, kind)
     matrix, exact = quantise(data, kind), gguf.dequantize(data, kind)
-    error = np.abs(matrix.weights() - exact)
+    error = np.abs(floats_of(matrix) - exact)
     assert error[:, 64:96].max() <= np.abs(exact).max() / 254 * 1.001
     error[:, 64:96] = 0
     assert error.max() < 1e-6
     others = rng.normal(0, 1, 256)
     others[64:96] = 0
-    found = matrix.with_sums().weights() @ with_sums(others)
+    found = floats_of(matrix.with_sums()) @ with_sums(others)
     np.testing.assert_allclose(found, exact @ others, atol=0.02)
     assert np.std(found - exact @ others) < 2 * np.std(plain @ with_sums(others) - exact @ others)
 
@@ -110,12 +126,12 @@ def test_a_product_with_sums_is_one_with_offsets(kind: Kind) -> None:
     weights, values = rng.normal(0, 1, (5, 256)).astype(np.float32), rng.normal(0, 1, 256)
     matrix = quantise(gguf.quantize(weights, kind), kind)
     summed = matrix.with_sums()
-    product = summed.weights() @ with_sums(values)
+    product = floats_of(summed) @ with_sums(values)
     assert summed.offsets is None
     assert matrix.offsets is not None
     steps = 14 if kind is Kind.Q4_1 else 254  # of the largest offset, on either side of 0
     error = np.abs(matrix.offsets).max() / steps * np.abs(with_sums(values)[256:]).sum()
-    np.testing.assert_allclose(product, matrix.weights() @ values, rtol=0, atol=1.001 * error)
+    np.testing.assert_allclose(product, floats_of(matrix) @ values, rtol=0, atol=1.001 * error)
     assert (summed.codes >= (0 if kind is Kind.Q4_1 else -128)).all()
     assert (summed.codes <= (15 if kind is Kind.Q4_1 else 127)).all()
 
@@ -144,4 +160,4 @@ def test_products_of_turned_values_are_those_of_the_file_but_for_rounding(
     assert np.abs(turned).max() < 300 / 5
     steps = np.repeat(matrix.scales, group, axis=1)
     most_wrong = steps / 2 @ np.abs(turned) + 1e-4
-    assert (np.abs(matrix.weights() @ turned - exact @ values) <= most_wrong).all()
+    assert (np.abs(floats_of(matrix) @ turned - exact @ values) <= most_wrong).all()
