@@ -61,9 +61,6 @@ class EngineOptions:
     """Memory for prefixes that lost their slot; 0 keeps none."""
     checkpoint_ram_bytes: int = 2**30
     """Memory for the checkpoints of all slots, and for past states; 0 makes no checkpoints."""
-    n_rs_seq: int | None = None
-    """Past states of recurrent layers that each slot keeps, for drafted tokens to be taken back; None: as
-    many as pay and have room in half of the memory for checkpoints."""
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
     quantization: Quantization = "auto"

@@ -10,7 +10,7 @@ from typing import Literal
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 Row = tuple[int, int, int, bool]
-"""(token, position, sequence id, wants logits): one row of a batch."""
+"""(token, its index in the slot or its position, sequence id, wants logits): one row of a batch."""
 
 State = bytes | memoryview
 

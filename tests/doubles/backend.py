@@ -20,6 +20,7 @@ from serve_app.base.errors import (
     DecodeError,
     InvalidRequestError,
 )
+from serve_app.base.formats import Row, State
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.values.adapters import Adapters
 from serve_app.base.values.answers import Sampled, TokenLogprobs
@@ -29,8 +30,6 @@ from serve_app.engine.backends.base import (
     EmbeddingShape,
     MemoryUse,
     Projector,
-    Row,
-    State,
 )
 from serve_app.engine.choice.plan import CachePlan, Mode, Plan
 from serve_app.engine.costs.cost_model import Profile

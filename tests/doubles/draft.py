@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from serve_app.base.errors import DecodeError
-from serve_app.engine.backends.base import Row
+from serve_app.base.formats import Row
 from serve_app.engine.costs.cost_model import Profile
 
 CHEAP = Profile({1: 2e-5, 64: 2e-5}, {8: 2e-5, 256: 2e-5}, {2: 2e-5, 8: 2e-5})

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.formats import EmbeddingPooling, Row, State
 from serve_app.base.sampling import SamplingParams, Triggers
 from serve_app.base.values.adapters import Adapters
 from serve_app.base.values.answers import Sampled, TokenLogprobs
@@ -22,12 +22,6 @@ from serve_app.engine.choice.plan import CachePlan, Plan
 from serve_app.engine.costs.cost_model import Profile
 from serve_app.kernels.llama.grammars.constraint import Constraint
 from serve_app.kernels.llama.vision.positions import Part, Pause, Tile
-
-Row = tuple[int, int, int, bool]
-"""(token, its index in the slot, seq_id, wants logits): one row of a batch."""
-
-
-State = bytes | memoryview
 
 
 class Vocabulary(Protocol):

@@ -11,7 +11,8 @@ import numpy as np
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, DecodeError, EngineFailedError
-from serve_app.engine.backends.base import GUESSED, MemoryUse, Row
+from serve_app.base.formats import Row
+from serve_app.engine.backends.base import GUESSED, MemoryUse
 from serve_app.engine.choice.apart import apart
 from serve_app.engine.costs import profile_cache
 from serve_app.engine.costs.clocks import Clocks

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from serve_app.base import progress
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError, DecodeError
+from serve_app.base.formats import Row, State
 from serve_app.base.progress import Report, Stage
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.values.adapters import Adapters
-from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse, Row, State
+from serve_app.engine.backends.base import CacheTraits, EmbeddingShape, MemoryUse
 from serve_app.engine.backends.draft_model import OwnLayersDraft, draft_for, open_draft
 from serve_app.engine.backends.state_layout import Layout, convert_state
 from serve_app.engine.choice.caches import choose_cache
@@ -316,9 +317,8 @@ class LlamaBackend:
             on_loaded=lambda part: report(Stage("loading", part)),
             own_layers=options.own_layers,
         )
-        if options.n_rs_seq is None:
-            options = replace(options, n_rs_seq=_n_past_states(model, options))
         self.options, self.plan = options, plan
+        self._n_past_states = _n_past_states(model, options)
         draft = draft_for(model, options)
         self.n_sequences = options.n_slots + len(options.pinned)
         self.cache_types = (options.cache_type_k, options.cache_type_v)
@@ -378,7 +378,7 @@ class LlamaBackend:
                 cache_type_k=options.cache_type_k,
                 cache_type_v=options.cache_type_v,
                 tells_hidden=options.own_layers,
-                n_rs_seq=options.n_rs_seq or 0,
+                n_rs_seq=self._n_past_states,
                 stored_from=self.plan.kernels.many_from,
             ),
         )

@@ -18,16 +18,10 @@ from numpy.typing import NDArray
 from serve_app.base import progress
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import ConfigError
+from serve_app.base.formats import Row, State
 from serve_app.base.progress import Report, Stage
 from serve_app.base.sampling import SamplingParams
-from serve_app.engine.backends.base import (
-    Backend,
-    CacheTraits,
-    EmbeddingShape,
-    MemoryUse,
-    Row,
-    State,
-)
+from serve_app.engine.backends.base import Backend, CacheTraits, EmbeddingShape, MemoryUse
 from serve_app.engine.backends.draft_model import draft_for, open_draft
 from serve_app.engine.backends.llama_cpp import LlamaBackend, LlamaEmbeddings
 from serve_app.engine.choice.caches import load_or_measure

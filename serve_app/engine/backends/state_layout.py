@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serve_app.engine.backends.base import State
+from serve_app.base.formats import State
 
 _WORD = 4
 _BEGIN = 2 * _WORD

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from serve_app.base.errors import DecodeError
-from serve_app.engine.backends.base import Backend, State
+from serve_app.base.formats import State
+from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.packing import TokenArray, pack
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.slots import Slot, SlotChoice

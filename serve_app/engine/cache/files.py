@@ -32,8 +32,8 @@ from serve_app.base.errors import (
     NotSupportedError,
     StorageFullError,
 )
+from serve_app.base.formats import State
 from serve_app.base.values.replicas import SlotAction
-from serve_app.engine.backends.base import State
 from serve_app.engine.cache.contents import Checkpoint, StoredPrefix
 from serve_app.engine.cache.packing import TOKEN_BYTES, pack, token_array
 from serve_app.engine.core.command_queue import RunCommand

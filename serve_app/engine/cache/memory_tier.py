@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from serve_app.engine.backends.base import State
+from serve_app.base.formats import State
 from serve_app.engine.cache.contents import Checkpoint, StoredPrefix, deepest
 from serve_app.engine.cache.files import DiskTier
 from serve_app.engine.cache.packing import TOKEN_BYTES, Tokens, n_tokens, pack, token_array

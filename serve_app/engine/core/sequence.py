@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import CorralError
+from serve_app.base.formats import Row
 from serve_app.base.values.answers import (
     FinishReason,
     PromptProgress,
@@ -21,7 +22,7 @@ from serve_app.base.values.answers import (
     Usage,
 )
 from serve_app.base.values.requests import GenerationRequest
-from serve_app.engine.backends.base import Backend, Row, Sampler, Vocabulary
+from serve_app.engine.backends.base import Backend, Sampler, Vocabulary
 from serve_app.engine.cache.packing import (
     TOKEN_BYTES,
     TokenArray,

@@ -28,7 +28,7 @@ _ALONE = 0.75
 _OPTIONS = (
     *("threads", "threads_batch", "numa", "n_slots", "n_ctx_slot", "n_ctx"),
     *("n_batch", "flash_attn", "kv_unified", "cache_type_k", "cache_type_v", "max_stall_ms"),
-    *("profile_limit_s", "n_rs_seq", "quantization", "backend"),
+    *("profile_limit_s", "quantization", "backend"),
 )
 _Choice = TypeVar("_Choice")
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
-from serve_app.engine.backends.base import Row, State
+from serve_app.base.formats import Row, State
 from serve_app.engine.costs.clocks import UNDISTURBED, Clocks
 from serve_app.engine.costs.cost_model import Profile, envelope, own_s, predict_s
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence as SequenceOf
 
 from serve_app.base.engine_options import EngineOptions
 from serve_app.base.errors import DecodeError, PromptTooLongError
+from serve_app.base.formats import State
 from serve_app.base.sharing import turns
-from serve_app.engine.backends.base import Backend, State
+from serve_app.engine.backends.base import Backend
 from serve_app.engine.cache.manager import KVCacheManager, min_copy, slot_room
 from serve_app.engine.cache.slots import Slot
 from serve_app.engine.core.guest import Guest, Steps

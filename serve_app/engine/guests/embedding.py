@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, DecodeError
+from serve_app.base.formats import Row
 from serve_app.base.sharing.turns import TURN_S
 from serve_app.base.values.media import Medium
 from serve_app.base.values.requests import account
-from serve_app.engine.backends.base import Backend, EmbeddingShape, Row
+from serve_app.engine.backends.base import Backend, EmbeddingShape
 from serve_app.engine.core.command_queue import Command
 from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.sequence import Sequence as EngineSequence

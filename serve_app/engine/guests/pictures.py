@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.base.errors import CorralError, DecodeError, InvalidRequestError
+from serve_app.base.formats import Row
 from serve_app.base.sharing import turns
 from serve_app.base.values.media import MEDIUM, Medium
-from serve_app.engine.backends.base import Backend, PictureSupport, Projector, Row
+from serve_app.engine.backends.base import Backend, PictureSupport, Projector
 from serve_app.engine.core.guest import Guest, Steps
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.kernels.llama.vision.positions import Tile, cannot_be_used

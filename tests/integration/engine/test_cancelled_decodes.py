@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.base.errors import DecodeCancelledError
+from serve_app.base.formats import Row
 from serve_app.engine import (
     Engine,
     EngineOptions,
@@ -17,7 +18,6 @@ from serve_app.engine import (
     TokenDelta,
     TokenStream,
 )
-from serve_app.engine.backends.base import Row
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from serve_app.kernels.llama.context import Context, ContextOptions
 from serve_app.kernels.llama.model import Model

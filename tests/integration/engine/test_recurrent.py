@@ -14,6 +14,7 @@ from serve_app.base.errors import DecodeError
 from serve_app.base.formats import Row
 from serve_app.base.sampling import LogitBias
 from serve_app.engine import Engine, EngineOptions, GenerationRequest, SamplingParams
+from serve_app.engine.backends import llama_cpp
 from serve_app.engine.backends.llama_cpp import LlamaBackend
 from tests.integration.models.forgetful_models import FORGETFUL, write_mamba
 
@@ -89,6 +90,15 @@ def rolled_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / f"{kind}.gguf" for kind in ROLLED_BACK}
 
 
+@pytest.fixture
+def past_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots keep four past states of any kind of layers, for drafts from the text."""
+    monkeypatch.setattr(
+        llama_cpp, "_n_past_states", lambda _, options: 4 if options.speculate else 0
+    )
+
+
+@pytest.mark.usefixtures("past_states")
 @pytest.mark.parametrize("kv_unified", [False, True], ids=["split", "unified"])
 @pytest.mark.parametrize("kind", ROLLED_BACK)
 async def test_drafts_from_the_text_change_no_answer(
@@ -102,13 +112,12 @@ async def test_drafts_from_the_text_change_no_answer(
         n_batch=64,
         flash_attn=False,
         kv_unified=kv_unified,
-        n_rs_seq=4,
         max_stall_ms=math.inf,
         profile_limit_s=0.5,
     )
     prompts = [tuple(range(20, 110)), tuple(range(100, 127)), tuple(range(20, 70)), (*range(150),)]
     drafting = Engine.load(rolled_back[kind], options)
-    plain = Engine.load(rolled_back[kind], replace(options, speculate=False, n_rs_seq=0))
+    plain = Engine.load(rolled_back[kind], replace(options, speculate=False))
     try:
         drafting.core.costs.verify_s = lambda *_: 1e-6  # type: ignore[method-assign]
         for engine in (drafting, plain):
@@ -130,6 +139,7 @@ async def test_drafts_from_the_text_change_no_answer(
         plain.close()
 
 
+@pytest.mark.usefixtures("past_states")
 @pytest.mark.parametrize("kv_unified", [False, True], ids=["split", "unified"])
 @pytest.mark.parametrize("kind", ROLLED_BACK)
 def test_a_slot_is_rolled_back_behind_its_last_batch_only(
@@ -137,7 +147,7 @@ def test_a_slot_is_rolled_back_behind_its_last_batch_only(
 ) -> None:
     """A slot, and its copy, then go on like one that never had more tokens."""
     options = EngineOptions(
-        n_slots=3, n_ctx_slot=64, threads=1, kv_unified=kv_unified, n_rs_seq=4, profile_limit_s=0
+        n_slots=3, n_ctx_slot=64, threads=1, kv_unified=kv_unified, profile_limit_s=0
     )
     backend = LlamaBackend(rolled_back[kind], replace(options, flash_attn=False))
 

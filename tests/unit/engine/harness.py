@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.base.formats import Row
 from serve_app.base.values.answers import Accepted
 from serve_app.engine import (
     CorralError,
@@ -21,7 +22,6 @@ from serve_app.engine import (
     TokenDelta,
     TokenStream,
 )
-from serve_app.engine.backends.base import Row
 from serve_app.engine.core.guest import Steps
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence

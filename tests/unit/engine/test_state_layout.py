@@ -8,7 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from serve_app.engine.backends.base import State
+from serve_app.base.formats import State
 from serve_app.engine.backends.state_layout import Layout, convert_state
 
 F16, Q8_0 = 1, 8

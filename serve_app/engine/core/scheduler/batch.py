@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from serve_app.base.formats import Row
 from serve_app.base.values.adapters import Adapters
-from serve_app.engine.backends.base import Row
 from serve_app.engine.core.sequence import PromptSpan, Sequence
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from serve_app.base.errors import DecodeError
-from serve_app.engine.backends.base import GUESSED, DraftModel, Row
+from serve_app.base.formats import Row
+from serve_app.engine.backends.base import GUESSED, DraftModel
 from serve_app.engine.cache.packing import TokenArray
 from serve_app.engine.core.sequence import Sequence
 from serve_app.engine.costs.cost_model import CostModel

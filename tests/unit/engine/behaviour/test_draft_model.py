@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.formats import Row
 from serve_app.base.values.answers import FinishReason
 from serve_app.engine import EngineStats
-from serve_app.engine.backends.base import GUESSED, Row
+from serve_app.engine.backends.base import GUESSED
 from serve_app.engine.costs.cost_model import CostModel, Profile
 from tests.doubles.backend import FakeBackend, Script
 from tests.doubles.draft import CHEAP, FakeDraft

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
+from serve_app.base.formats import Row
 from serve_app.engine import ConfigError, DecodeError
-from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.engine import make_guests
 from tests.doubles.backend import FakeBackend

@@ -10,6 +10,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.formats import Row
 from serve_app.base.values.answers import Accepted
 from serve_app.engine import (
     DecodeError,
@@ -21,7 +22,6 @@ from serve_app.engine import (
     QueueFullError,
     TokenDelta,
 )
-from serve_app.engine.backends.base import Row
 from serve_app.engine.core.loop import DecoderLoop
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.engine import make_guests

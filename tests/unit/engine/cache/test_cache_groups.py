@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.base.formats import Row, State
 from serve_app.engine import Engine
-from serve_app.engine.backends.base import Row, State
 from serve_app.engine.cache.packing import common_prefix
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import (

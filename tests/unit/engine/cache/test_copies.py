@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+from serve_app.base.formats import State
 from serve_app.base.values.requests import GenerationRequest
-from serve_app.engine.backends.base import State
 from serve_app.engine.cache.manager import KVCacheManager, Place
 from serve_app.engine.cache.memory_tier import MemoryTier
 from serve_app.engine.cache.packing import pack, token_array

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from serve_app.base.errors import DecodeCancelledError
+from serve_app.base.formats import State
 from serve_app.engine import DecodeError, Engine
-from serve_app.engine.backends.base import State
 from serve_app.engine.cache.memory_tier import MemoryTier
 from tests.doubles.backend import FakeBackend
 from tests.unit.engine.harness import ask, continuation, endless, options, request, running, until

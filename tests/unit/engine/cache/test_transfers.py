@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from serve_app.base.errors import EngineClosedError
+from serve_app.base.formats import State
 from serve_app.base.values.adapters import SHARED_GROUP
 from serve_app.engine import DecodeError, Engine
-from serve_app.engine.backends.base import State
 from serve_app.engine.cache.packing import pack, token_array
 from serve_app.engine.cache.prefixes import Prefix
 from serve_app.engine.cache.transfers import (

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from serve_app.base.formats import Row
 from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import GenerationRequest, SamplingParams, Texts, TokenDelta
-from serve_app.engine.backends.base import EmbeddingShape, Row
+from serve_app.engine.backends.base import EmbeddingShape
 from serve_app.engine.core.command_queue import CommandQueue
 from serve_app.engine.core.engine_core import EngineCore
 from serve_app.engine.core.sequence import Sequence as EngineSequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve_app.engine.backends.base import Row, State
+from serve_app.base.formats import Row, State
 
 
 class Machine:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from serve_app.engine.backends.base import Row, State
+from serve_app.base.formats import Row, State
 from serve_app.engine.costs.clocks import Clocks
 from serve_app.engine.costs.cost_model import CostModel, Profile, envelope
 from serve_app.engine.costs.profiler import (

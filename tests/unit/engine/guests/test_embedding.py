@@ -19,10 +19,10 @@ from serve_app.base.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from serve_app.base.formats import EmbeddingPooling
+from serve_app.base.formats import EmbeddingPooling, Row
 from serve_app.base.values.media import MEDIUM, Picture
 from serve_app.engine import Engine, InvalidRequestError
-from serve_app.engine.backends.base import EmbeddingShape, Row
+from serve_app.engine.backends.base import EmbeddingShape
 from serve_app.engine.core.sequence import Sequence as EngineSequence
 from serve_app.engine.core.step_budget import StepBudget
 from serve_app.engine.costs.cost_model import CostModel, Profile

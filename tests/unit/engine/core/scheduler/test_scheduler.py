@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.base.formats import Row
 from serve_app.base.sampling import SamplingParams
 from serve_app.base.values.answers import Sampled, TokenLogprobs
 from serve_app.base.values.requests import GenerationRequest
-from serve_app.engine.backends.base import Row
 from serve_app.engine.cache.packing import token_array
 from serve_app.engine.core.scheduler.batch import Batch
 from serve_app.engine.core.scheduler.scheduler import Scheduler
