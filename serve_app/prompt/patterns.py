@@ -1,7 +1,7 @@
 """Translates patterns of JSON schemas, which are JavaScript's, to Rust's, which llguidance reads.
 
 Most signs mean the same in both. In a class, `&&`, `--`, `~~` and `[` mean something in Rust only, and so
-do flags before a pattern.
+do flags before a pattern. Rust's compiler, which reads the pattern next, says what else is wrong with it.
 
 Source: ECMA-262, "RegExp (Regular Expression) Objects" and its annex B; the documentation of Rust's crate
 `regex`.
@@ -11,134 +11,69 @@ from __future__ import annotations
 
 import re
 
-_GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P?<[\w$]+>|(?!-?:)[ims]*(?:-[ims]*)?:))?")
-"""The beginning of a group; Python's way to name one is taken, too."""
-_QUANTIFIER = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
-_ESCAPE = re.compile(
-    r"\\(?:x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|u\{(?P<point>[0-9a-fA-F]{1,6})\}"
-    r"|c(?P<control>[a-zA-Z])|(?P<null>0(?!\d))|(?P<set>[dDwWsS]|[pP]\{[\w=]+\})"
-    r"|(?P<sign>.))",
+_CHARACTER = (
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves
+    r"|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}|\\c[a-zA-Z]|\\[pP]\{[\w=]+\}|\\?."
+)
+"""A character or a set of them, maybe as an escape."""
+_MEMBER = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?", re.DOTALL)
+_TOKEN = re.compile(
+    r"\[(?P<negation>\^?)(?P<members>(?:\\.|[^\]\\])*)(?P<end>\]?)"
+    r"|(?P<foreign>\(\?[a-zA-Z-]+\)|[*+?][*+]|\\\Z)"  # flags, Python's possessive quantifiers
+    r"|(?P<same>\{\d+(?:,\d*)?\}|\\[bBk1-9])"  # counts, boundaries, references
+    rf"|{_CHARACTER}",
     re.DOTALL,
 )
-_SIGNS = {"f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
-_NO_DOT = r"[^\n\r\x{2028}\x{2029}]"
-_ANY, _NONE = r"[\x{0}-\x{10FFFF}]", r"[^\x{0}-\x{10FFFF}]"
+_SIGNS = {"0": "\0", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_IN_RUST = {
+    **{".": r"[^\n\r\x{2028}\x{2029}]", "{": r"\{", "}": r"\}", "]": r"\]"},
+    **{"[]": r"[^\x{0}-\x{10FFFF}]", "[^]": r"[\x{0}-\x{10FFFF}]"},
+}
 
 
 def to_rust(pattern: str) -> str:
-    """The pattern as Rust writes it. Raises ValueError if JavaScript does not know it."""
-    return _Translator(pattern).translate()
+    """The pattern as Rust writes it. Raises ValueError for what Rust knows and JavaScript does not."""
+    return _TOKEN.sub(_translate, pattern)
 
 
-class _Translator:
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._at = 0
-
-    def translate(self) -> str:
-        written, repeats = list[str](), False
-        while self._at < len(self._pattern):
-            sign = self._pattern[self._at]
-            if quantifier := _QUANTIFIER.match(self._pattern, self._at):
-                if not repeats:
-                    raise ValueError(f"nothing to repeat before {quantifier[0]!r}")
-                written.append(self._take(len(quantifier[0])))
-                repeats = False
-                continue
-            repeats = sign not in "(|^"
-            if sign == "(":
-                written.append(self._group())
-            elif sign == "[":
-                written.append(self._class())
-            elif sign == "\\":
-                written.append(self._escape())
-            elif sign == ".":
-                self._take(1)
-                written.append(_NO_DOT)
-            else:
-                written.append(f"\\{sign}" if sign in "{}]" else sign)
-                self._take(1)
-        return "".join(written)
-
-    def _take(self, n_chars: int) -> str:
-        taken = self._pattern[self._at : self._at + n_chars]
-        self._at += n_chars
-        return taken
-
-    def _group(self) -> str:
-        opening = _GROUP.match(self._pattern, self._at)
-        if opening is None or self._pattern.startswith("?", opening.end()):
-            raise ValueError(f"no group of JavaScript: {self._pattern[self._at :][:16]!r}")
-        return self._take(len(opening[0]))
-
-    def _escape(self) -> str:
-        """An escape outside a class."""
-        sign = self._pattern[self._at + 1 : self._at + 2]
-        if sign and sign in "bBk123456789":  # boundaries, references
-            return self._take(2)
-        return self._atom()[0]
-
-    def _atom(self) -> tuple[str, int | None]:
-        """A character as Rust writes it anywhere, and its number; None if it is a set of them."""
-        escape = _ESCAPE.match(self._pattern, self._at)
-        if escape is None:
-            if self._pattern[self._at] == "\\":
-                raise ValueError("nothing behind the last backslash")
-            number = ord(self._take(1))
-            return _literal(number), number
-        self._take(len(escape[0]))
-        if escape["set"]:
-            return escape[0], None
-        hexadecimal = escape["x"] or escape["u"] or escape["point"]
-        if hexadecimal:
-            number = self._code_point(int(hexadecimal, 16))
-        elif escape["control"]:
-            number = ord(escape["control"]) % 32
-        else:
-            number = 0 if escape["null"] else ord(_SIGNS.get(escape["sign"], escape["sign"]))
-        return _literal(number), number
-
-    def _code_point(self, number: int) -> int:
-        """A character that is written as two halves."""
-        second = _ESCAPE.match(self._pattern, self._at)
-        low = int(second["u"], 16) if second and second["u"] else 0
-        if number in range(0xD800, 0xDC00) and low in range(0xDC00, 0xE000):
-            self._take(6)
-            return 0x10000 + ((number - 0xD800) << 10) + low - 0xDC00
-        return number
-
-    def _class(self) -> str:
-        self._take(1)
-        negation = self._take(1) if self._pattern.startswith("^", self._at) else ""
-        parts = list[str]()
-        while not self._pattern.startswith("]", self._at):
-            if self._at >= len(self._pattern):
-                raise ValueError("a class without its end")
-            first, low = self._member()
-            is_range = self._pattern[self._at : self._at + 2] not in ("-", "-]")
-            if not (is_range and self._pattern.startswith("-", self._at)):
-                parts.append(first)
-                continue
-            self._take(1)
-            last, high = self._member()
-            if low is None or high is None:  # then the sign means itself
-                parts += [first, r"\-", last]
-            elif low > high:
-                raise ValueError(f"the range {chr(low)}-{chr(high)} is in no order")
-            else:
-                parts.append(f"{first}-{last}")
-        self._take(1)
-        if not parts:
-            return _ANY if negation else _NONE
-        return f"[{negation}{''.join(parts)}]"
-
-    def _member(self) -> tuple[str, int | None]:
-        if self._pattern.startswith(r"\b", self._at):
-            self._take(2)
-            return _literal(8), 8
-        return self._atom()
+def _translate(token: re.Match[str]) -> str:
+    text = token[0]
+    if token["foreign"]:
+        raise ValueError(f"no pattern of JavaScript has {text!r}")
+    if token["same"] or len(text) == 1 or text in _IN_RUST:
+        return _IN_RUST.get(text, text)
+    if token["members"] is not None:
+        members = _MEMBER.sub(_translate_member, token["members"])
+        return f"[{token['negation']}{members}{token['end']}"
+    return _literal(text)
 
 
-def _literal(number: int) -> str:
-    char = chr(number)
-    return char if char.isalnum() and char.isascii() else f"\\x{{{number:X}}}"
+def _translate_member(member: re.Match[str]) -> str:
+    """A character, a set or a range in a class. Next to a set, the sign of a range means itself."""
+    first, last = member.groups()
+    if last is None:
+        return _literal(first)
+    sign = r"\-" if None in (_code_point(first), _code_point(last)) else "-"
+    return f"{_literal(first)}{sign}{_literal(last)}"
+
+
+def _literal(character: str) -> str:
+    """The character, or the set, as Rust writes it anywhere."""
+    number = _code_point(character)
+    is_plain = character.isalnum() and character.isascii()
+    return character if number is None or is_plain else f"\\x{{{number:X}}}"
+
+
+def _code_point(character: str) -> int | None:
+    """The character's number; None if it is a set of them."""
+    kind, rest = character[1:2], character[2:]
+    if not kind:
+        return ord(character)
+    if kind in "dDwWsS" or (kind in "pP" and rest):
+        return None
+    if kind == "c" and rest:
+        return ord(rest) % 32
+    digits = rest.strip("{}").replace("\\u", "")
+    if len(digits) == 8:
+        return ord(bytes.fromhex(digits).decode("utf-16-be"))
+    return int(digits, 16) if digits else ord(_SIGNS.get(kind, kind))

@@ -45,10 +45,6 @@ _FLAGS = re.compile(r"\A\(\?([ims]+)\)(.*)\Z", re.DOTALL)
 """Flags before a regular expression, which those of custom tools may have, and patterns of schemas not."""
 
 
-def _as_group(flags: re.Match[str]) -> str:
-    return f"(?{flags[1]}:{flags[2]})"
-
-
 class CustomDefinition(RequestModel):
     """A tool that takes a text."""
 
@@ -62,7 +58,8 @@ class CustomDefinition(RequestModel):
         grammar, description = self.format.grammar, self.description or ""
         text: dict[str, Any] = {"type": "string"}
         if grammar is not None and grammar.syntax == "regex":
-            text["pattern"] = f"^(?:{_FLAGS.sub(_as_group, grammar.definition)})$"
+            definition = _FLAGS.sub(r"(?\1:\2)", grammar.definition)
+            text["pattern"] = f"^(?:{definition})$"
         elif grammar is not None:
             description += f"\n\nThe input matches this Lark grammar:\n{grammar.definition}"
         parameters = {

@@ -65,13 +65,13 @@ def test_a_pattern_means_what_it_does_in_javascript(
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("(?i)^a$", "no group of JavaScript: '(?i)^a$'"),
-        ("(?>a)", "no group of JavaScript: '(?>a)'"),
-        ("x*+", "nothing to repeat before '+'"),
-        ("*x", "nothing to repeat before '*'"),
-        ("[z-a]", "the range z-a is in no order"),
-        ("[a", "a class without its end"),
-        ("a\\", "nothing behind the last backslash"),
+        ("(?i)^a$", "no pattern of JavaScript has '(?i)'"),
+        ("(?>a)", "unrecognized flag"),
+        ("x*+", "no pattern of JavaScript has '*+'"),
+        ("*x", "repetition operator missing expression"),
+        ("[z-a]", "invalid character class range, the start must be <= the end"),
+        ("[a", "unclosed character class"),
+        ("a\\", r"no pattern of JavaScript has '\\'"),
     ],
 )
 def test_what_is_no_pattern_of_javascript(pattern: str, message: str) -> None:
