@@ -16,7 +16,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from serve_app.prompt.json_schemas import MAX_LITERAL_CHARS
 
@@ -26,12 +26,25 @@ MOST_DEPTH = 64
 """The deepest nesting of groups, and of rules within a lexeme."""
 MOST_LEXEME_PARTS = 2000
 """The most parts of a lexeme, repetitions counted: a larger rule stays a rule of smaller lexemes."""
-_NAME, _INTEGER = re.compile(r"[a-zA-Z0-9_-]+"), re.compile(r"[0-9]+")
-_BLANKS, _LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_HEX = {"x": 2, "u": 4, "U": 8}
+_TOKEN = re.compile(
+    r"(?P<blank>[ \t]+|#[^\r\n]*)"
+    r"|(?P<line>[\r\n]+)"
+    r"|(?P<name>[a-zA-Z0-9_-]+)"
+    r'|(?P<literal>"(?:\\.|[^"\\])*")'
+    r"|(?P<class>\[(?:\\.|[^\]\\])*\])"
+    r"|(?P<token>!?<\[[0-9]+\]>|<[^\s<>\[]+>)"
+    r"|(?P<repetition>[*+?]|\{\s*[0-9]+\s*(?:,\s*(?:[0-9]+\s*)?)?\})"
+    r"|(?P<sign>::=|[|().])"
+    r"|(?P<end>\Z)"
+    r"|(?P<rest>.+)",
+    re.DOTALL,
+)
+_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\?."
+_CHARACTERS = re.compile(_CHARACTER, re.DOTALL)
+_MEMBERS = re.compile(f"({_CHARACTER})(?:-({_CHARACTER}))?", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{char: char for char in '\\"[]-'}}
-_TOKEN = re.compile(r"(!?)<\[([0-9]+)\]>|<[^\s<>\[]+>")
 _REPETITIONS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_NEXT = "a new line, or a part of a rule"
 _LAST_CHARACTER = 0x10FFFF
 _EVERY_CHARACTER = ((0, _LAST_CHARACTER),)
 
@@ -272,189 +285,151 @@ def lark(source: str) -> str:
     return _GbnfRules(_GbnfParser(source).rules()).lark()
 
 
+class _Token(NamedTuple):
+    kind: str
+    """The name of its group, or a sign itself."""
+    text: str
+    at: int
+
+
+def _tokens(source: str) -> Iterator[_Token]:
+    """The grammar's tokens. A text that is none goes on to the end, which is a token, too. New lines are
+    tokens where a rule may end."""
+    n_open, before = 0, "line"
+    for match in _TOKEN.finditer(source):
+        text = match[0]
+        kind = text if match.lastgroup == "sign" else str(match.lastgroup)
+        goes_on = n_open > 0 or before in ("line", "::=", "|")
+        if kind == "blank" or (kind == "line" and goes_on):
+            continue
+        n_open += (kind == "(") - (kind == ")")
+        before = kind
+        yield _Token(kind, text, match.start())
+
+
 class _GbnfParser:
     def __init__(self, source: str) -> None:
         self._source = source
-        self._at = 0
-        self._n_open = 0
-        self._references: dict[str, int] = {}
+        self._left = list(_tokens(source))[::-1]
+        """The tokens that are left, the next one last."""
+        self._references: dict[str, _Token] = {}
         """The rules that are named in others, and the first place of each."""
 
     def rules(self) -> dict[str, _Expression]:
         """The rules by their names. Raises ValueError."""
         bodies: dict[str, _Expression] = {}
-        self._skip(_LINES)
-        while self._at < len(self._source):
-            name = self._read(_NAME, "the name of a rule")
-            self._skip(_BLANKS)
-            self._expect("::=")
-            self._skip(_LINES)
-            bodies[name] = self._choice()
-            if self._at < len(self._source) and self._source[self._at] not in "\r\n":
-                self._fail("expected a new line, or a part of a rule")
-            self._skip(_LINES)
-        for name, place in self._references.items():
+        while self._left[-1].kind != "end":
+            head = self._expect("name", "the name of a rule")
+            self._expect("::=", "'::='")
+            bodies[head.text] = self._choice()
+            if self._left[-1].kind != "end":
+                self._expect("line", _NEXT)
+        for name, token in self._references.items():
             if name not in bodies:
-                self._at = place
-                self._fail(f"there is no rule {name!r}")
+                self._fail(f"there is no rule {name!r}", token)
         if "root" not in bodies:
             raise ValueError("there is no rule 'root', which a grammar begins with")
         return bodies
 
-    def _fail(self, message: str) -> NoReturn:
-        before = self._source[: self._at]
-        line, column = before.count("\n") + 1, self._at - before.rfind("\n")
+    def _fail(self, message: str, token: _Token) -> NoReturn:
+        before = self._source[: token.at]
+        line, column = before.count("\n") + 1, token.at - before.rfind("\n")
         raise ValueError(f"line {line}, column {column}: {message}")
 
-    def _skip(self, blanks: re.Pattern[str]) -> None:
-        match = blanks.match(self._source, self._at)
-        self._at = match.end() if match else self._at
+    def _take(self, kind: str) -> _Token | None:
+        """The next token, if it is of this kind."""
+        return self._left.pop() if self._left[-1].kind == kind else None
 
-    def _skip_blanks(self) -> None:
-        """Skip blanks, and within brackets the ends of lines."""
-        self._skip(_LINES if self._n_open else _BLANKS)
+    def _expect(self, kind: str, what: str) -> _Token:
+        return self._take(kind) or self._fail(f"expected {what}", self._left[-1])
 
-    def _read(self, pattern: re.Pattern[str], what: str) -> str:
-        match = pattern.match(self._source, self._at)
-        if match is None:
-            self._fail(f"expected {what}")
-        self._at = match.end()
-        return match[0]
-
-    def _takes(self, text: str) -> bool:
-        taken = self._source.startswith(text, self._at)
-        self._at += len(text) if taken else 0
-        return taken
-
-    def _expect(self, text: str) -> None:
-        if not self._takes(text):
-            self._fail(f"expected {text!r}")
-
-    def _choice(self) -> _Expression:
-        ways = [self._sequence()]
-        while self._takes("|"):
-            self._skip(_LINES)
-            ways.append(self._sequence())
+    def _choice(self, depth: int = 0) -> _Expression:
+        ways = [self._sequence(depth)]
+        while self._take("|"):
+            ways.append(self._sequence(depth))
         return ways[0] if len(ways) == 1 else _Expression("choice", parts=tuple(ways))
 
-    def _sequence(self) -> _Expression:
+    def _sequence(self, depth: int) -> _Expression:
         parts: list[_Expression] = []
-        while (part := self._part()) is not None:
-            self._skip_blanks()
+        while (part := self._part(depth)) is not None:
             n_repetitions = 0
-            while (bounds := self._repetitions()) is not None:
-                least, most = bounds
-                part = _Expression("repeat", parts=(part,), least=least, most=most)
+            while token := self._take("repetition"):
                 n_repetitions += 1
                 if n_repetitions > MOST_DEPTH:
-                    self._fail(f"a part is repeated more than {MOST_DEPTH} times over")
+                    self._fail(f"a part is repeated more than {MOST_DEPTH} times over", token)
+                least, most = self._repetitions(token)
+                part = _Expression("repeat", parts=(part,), least=least, most=most)
             parts.append(part)
         return parts[0] if len(parts) == 1 else _Expression("sequence", parts=tuple(parts))
 
-    def _part(self) -> _Expression | None:
-        char = self._source[self._at : self._at + 1]
-        if char == '"':
-            return self._literal()
-        if char == "[":
-            return self._character_class()
-        if char == "(":
-            return self._group()
-        if char == ".":
-            self._at += 1
-            return _Expression("class", ranges=_EVERY_CHARACTER)
-        if char and char in "*+?{":
-            self._fail(f"expected something before {char!r}")
-        if char and char in "<!":
-            token = self._read(_TOKEN, "a token, such as <[1234]>")
-            is_negated = token.startswith("!")
-            return _Expression("token", token[1:].replace("<[", "<[^") if is_negated else token)
-        match = _NAME.match(self._source, self._at)
-        if match is None:
+    def _part(self, depth: int) -> _Expression | None:
+        token = self._left[-1]
+        if token.kind in ("line", "|", ")", "end"):
             return None
-        self._references.setdefault(match[0], self._at)
-        self._at = match.end()
-        return _Expression("rule", match[0])
+        self._left.pop()
+        match token.kind:
+            case "name":
+                self._references.setdefault(token.text, token)
+                return _Expression("rule", token.text)
+            case "literal":
+                return self._literal(token)
+            case "class":
+                return self._character_class(token)
+            case ".":
+                return _Expression("class", ranges=_EVERY_CHARACTER)
+            case "token":
+                return _Expression("token", re.sub(r"^!<\[", "<[^", token.text))
+            case "(":
+                if depth == MOST_DEPTH:
+                    self._fail(f"groups are nested deeper than {MOST_DEPTH} levels", token)
+                inner = self._choice(depth + 1)
+                self._expect(")", "')'")
+                return inner
+            case "repetition":
+                self._fail(f"expected something before {token.text!r}", token)
+            case "rest" if token.text[0] in '"[':
+                self._fail("the grammar ends within a text or a class of characters", token)
+            case "rest" if token.text[0] in "<!":
+                self._fail("expected a token, such as <[1234]>", token)
+        return self._fail(f"expected {_NEXT}", token)
 
-    def _group(self) -> _Expression:
-        if self._n_open >= MOST_DEPTH:
-            self._fail(f"groups are nested deeper than {MOST_DEPTH} levels")
-        self._at += 1
-        self._n_open += 1
-        self._skip_blanks()
-        inner = self._choice()
-        self._expect(")")
-        self._n_open -= 1
-        return inner
-
-    def _repetitions(self) -> tuple[int, int | None] | None:
-        char = self._source[self._at : self._at + 1]
-        if char in _REPETITIONS:
-            self._at += 1
-            self._skip_blanks()
-            return _REPETITIONS[char]
-        if not self._takes("{"):
-            return None
-        self._skip_blanks()
-        least = int(self._read(_INTEGER, "a number"))
-        most: int | None = least
-        self._skip_blanks()
-        if self._takes(","):
-            self._skip_blanks()
-            match = _INTEGER.match(self._source, self._at)
-            most = int(self._read(_INTEGER, "a number")) if match else None
-            self._skip_blanks()
+    def _repetitions(self, token: _Token) -> tuple[int, int | None]:
+        if token.text in _REPETITIONS:
+            return _REPETITIONS[token.text]
+        low, comma, high = token.text.strip("{}").partition(",")
+        least = int(low)
+        most = int(high) if high.strip() else None if comma else least
         if least > MOST_REPETITIONS or (most is not None and most < least):
-            self._fail(f"a part cannot be repeated {least} to {most} times")
-        self._expect("}")
-        self._skip_blanks()
+            self._fail(f"a part cannot be repeated {least} to {most} times", token)
         return least, None if most is None or most > MOST_REPETITIONS else most
 
-    def _literal(self) -> _Expression:
-        self._at += 1
-        chars: list[str] = []
-        while not self._takes('"'):
-            chars.append(self._character())
-            if len(chars) > MAX_LITERAL_CHARS:
-                self._fail(f"a text has more than {MAX_LITERAL_CHARS} characters")
-        return _Expression("literal", "".join(chars))
+    def _literal(self, token: _Token) -> _Expression:
+        characters = _CHARACTERS.findall(token.text[1:-1])
+        if len(characters) > MAX_LITERAL_CHARS:
+            self._fail(f"a text has more than {MAX_LITERAL_CHARS} characters", token)
+        return _Expression("literal", "".join(self._read(one, token) for one in characters))
 
-    def _character_class(self) -> _Expression:
-        self._at += 1
-        is_negated = self._takes("^")
-        ranges: list[tuple[int, int]] = []
-        while not self._takes("]"):
-            first = last = self._character()
-            if (
-                self._source.startswith("-", self._at)
-                and self._source[self._at + 1 : self._at + 2] != "]"
-            ):
-                self._at += 1
-                last = self._character()
+    def _character_class(self, token: _Token) -> _Expression:
+        inner, ranges = token.text[1:-1], list[tuple[int, int]]()
+        for low, high in _MEMBERS.findall(inner.removeprefix("^")):
+            first, last = (ord(self._read(one, token)) for one in (low, high or low))
             if last < first:
-                self._fail("the range of characters ends before it begins")
-            ranges.append((ord(first), ord(last)))
-        if is_negated:
+                self._fail("the range of characters ends before it begins", token)
+            ranges.append((first, last))
+        if inner.startswith("^"):
             ranges = list(_others(ranges))
         return _Expression("class", ranges=tuple(ranges)) if ranges else _Expression("literal")
 
-    def _character(self) -> str:
-        char = self._source[self._at : self._at + 1]
-        if not char:
-            self._fail("the grammar ends within a text or a class of characters")
-        if char != "\\":
-            self._at += 1
-            return char
-        kind = self._source[self._at + 1 : self._at + 2]
-        if kind in _ESCAPES:
-            self._at += 2
-            return _ESCAPES[kind]
-        digits = self._source[self._at + 2 : self._at + 2 + _HEX.get(kind, 0)]
-        if kind not in _HEX or not re.fullmatch(f"[0-9a-fA-F]{{{_HEX[kind]}}}", digits):
-            self._fail(f"unknown escape '\\{kind}'")
+    def _read(self, character: str, token: _Token) -> str:
+        """The character that is written so in a literal or a class."""
+        kind, digits = character[1:2], character[2:]
+        if not kind or kind in _ESCAPES:
+            return _ESCAPES.get(kind, character)
+        if not digits:
+            self._fail(f"unknown escape '\\{kind}'", token)
         code = int(digits, 16)
         if code > _LAST_CHARACTER or 0xD800 <= code < 0xE000:
-            self._fail(f"there is no character {digits}")
-        self._at += 2 + len(digits)
+            self._fail(f"there is no character {digits}", token)
         return chr(code)
 
 
