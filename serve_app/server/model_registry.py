@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from itertools import chain
-from typing import Any, Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from serve_app.config.sources import AdapterConfig
 from serve_app.kernels.llama.vision.senses import NO_SENSES, Senses
 from serve_app.prompt.tokenizer import Tokenizer, open_tokenizer
 from serve_app.server.http import request_context
+
+if TYPE_CHECKING:
+    from serve_app.server.media.decoder import MediaDecoder
 
 logger = logging.getLogger("corral.ingress")
 
@@ -110,23 +113,6 @@ class EngineClient(Protocol):
         """The replicas' records of a request. Raises nothing because of a late one."""
 
 
-class MediaReader(Protocol):
-    """Reads the pictures and sounds of requests for one model, in workers."""
-
-    @property
-    def sees(self) -> bool: ...
-
-    @property
-    def hears(self) -> bool: ...
-
-    def load(self) -> None:
-        """Load the libraries that decode, before workers are forked."""
-
-    def decode(self, urls: Sequence[str], field: str) -> list[Medium]:
-        """The pictures and sounds at these URLs. Raises InvalidRequestError, MediaError, and
-        PicturesWantedError for those that are to be fetched."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelEntry:
     """A model under its names, as the configuration has it."""
@@ -179,7 +165,7 @@ class ModelInfo(ModelEntry):
     """A tokenizer; that of a model with a problem raises it at any use."""
     used: Adapters = ()
     """Adapters of requests that do not say which they want."""
-    media: MediaReader | None = None
+    media: MediaDecoder | None = None
 
     @classmethod
     def left_out(cls, file: ModelFile, problem: str) -> Self:
@@ -190,7 +176,7 @@ class ModelInfo(ModelEntry):
         return cls(**_entry(file, problem=problem), tokenizer=tokenizer)
 
     @classmethod
-    def open(cls, file: ModelFile, media: MediaReader | None = None) -> Self:
+    def open(cls, file: ModelFile, media: MediaDecoder | None = None) -> Self:
         """Read a model's vocabulary. Raises ConfigError."""
         tokenizer = open_tokenizer(file.path, file.defaults.chat_template, file.pooling)
         entry = _entry(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,8 +21,11 @@ from serve_app.prompt.tool_calls.calls import FunctionNames
 from serve_app.prompt.tool_calls.format import ThinkingPhase
 from serve_app.server.answering.requests import ChatRequest, GenerationParams
 from serve_app.server.http.request_model import name_ignored
-from serve_app.server.model_registry import MediaReader, ModelInfo, active
+from serve_app.server.model_registry import ModelInfo, active
 from serve_app.server.workers.worker import more_memory
+
+if TYPE_CHECKING:
+    from serve_app.server.media.decoder import MediaDecoder
 
 MAX_TEXT_CHARS = 3 * 2**18
 """Characters of one prompt or text."""
@@ -55,7 +58,7 @@ def refuse_huge(field: str, n_chars: int) -> None:
         raise InvalidRequestError(message, field)
 
 
-def check_medium(model: ModelInfo | MediaReader, is_sound: bool, field: str) -> None:
+def check_medium(model: ModelInfo | MediaDecoder, is_sound: bool, field: str) -> None:
     """Raises MediaError for a kind of medium that the model has no projector for."""
     if is_sound and not model.hears:
         message = "Audio input is not supported: this model has no projector for sound."

@@ -4,78 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http import HTTPStatus
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from serve_app.base.errors import KeyLimitError, PermissionDeniedError, RateLimitError
-from serve_app.base.values.answers import Accepted, SequenceEnd
-from serve_app.base.values.requests import NO_DEADLINE, Deadline, GenerationRequest, account
-from serve_app.config.keys import ApiKey
+from serve_app.base.values.answers import Accepted
+from serve_app.base.values.requests import NO_DEADLINE, Deadline, account
+
+if TYPE_CHECKING:
+    from serve_app.server.usage.accounts import KeyAccount, Reservation
+    from serve_app.server.usage.telemetry import ObservedRequest
 
 Clock = Callable[[], float]
 RETRY_S = 1
 """The shortest time that a refused client is told to wait."""
-
-
-class Reserved(Protocol):
-    """Tokens that a request has taken from its key's budgets."""
-
-    def charge(self, n_tokens: int) -> None:
-        """Note so many tokens of answers: those beyond the reserved ones are charged besides."""
-
-    def give_back(self) -> None:
-        """Give the prompts back, too: nothing was computed."""
-
-    def settle(self) -> None:
-        """Give back what answers did not need. Idempotent."""
-
-
-class Account(Protocol):
-    """The present use of a key. Only in the ingress's event loop."""
-
-    key: ApiKey
-
-    async def enter(self, n: int = 1, *, besides: int = 0) -> None:
-        """Count `n` more requests for one. Raises KeyLimitError, RateLimitError or NoRoomError."""
-
-    def leave(self, n: int = 1) -> None: ...
-
-    async def reserve(
-        self, n_prompt: int, n_answers: int, most_each: int | None, *, background: bool
-    ) -> Reserved:
-        """Take the prompts' tokens from the budgets, and as many as the answers will probably have, which
-        may have `most_each` if that is set. In the background, only budgets of a day and more count. Raises
-        RateLimitError."""
-
-    def charge_prompts(self, n_prompt: int) -> Reserved:
-        """Charge the prompts to the budgets of a day and more, whatever is left of them."""
-
-    def charge_cost(self, cost: float) -> None: ...
-
-    def on_refusal(self) -> None:
-        """Note that there was no room for one of its requests."""
-
-    def on_success(self) -> None: ...
-
-
-class Observer(Protocol):
-    """Is told of an HTTP request and its answers."""
-
-    def on_body(self, body: Sequence[bytes]) -> None:
-        """Note that the body is here; it is empty if a route reads it by itself."""
-
-    def on_start(self, status: int) -> Mapping[str, str]:
-        """Note the status of the answer. Returns more headers."""
-
-    def on_answer(
-        self, model: str, request: GenerationRequest, end: SequenceEnd, prepared: int
-    ) -> None:
-        """Note the end of an answer, whose engine got it at `prepared`, by `time.monotonic_ns`."""
 
 
 class UsageCounts(TypedDict, total=False):
@@ -113,7 +60,7 @@ class Caller:
 
     request_id: str = ""
     """The request's `x-request-id`: its sender's, or Serve's."""
-    account: Account | None = None
+    account: KeyAccount | None = None
     address: str = ""
     """The sender's IPv4 address, or network of IPv6 addresses."""
     is_operator: bool = True
@@ -128,7 +75,7 @@ class Caller:
     """Counts what is used of a model, and returns the cost."""
     later: Callable[[Callable[[], None]], None] = lambda count: count()
     """Has a function called before counts are written: so a stream counts many tokens at once."""
-    observer: Observer | None = None
+    observer: ObservedRequest | None = None
     answer_by: Deadline = NO_DEADLINE
     """The deadline as moments of `time.monotonic`."""
     accepted: list[Accepted] = field(default_factory=list, init=False)
@@ -138,7 +85,7 @@ class Caller:
     cost: float = field(default=0.0, init=False)
     is_demoted: bool = field(default=False, init=False)
     """Whether the key's budgets are used up, and its requests go on in the background."""
-    _reserved: Reserved | None = field(default=None, init=False)
+    _reserved: Reservation | None = field(default=None, init=False)
     _n_running: int = field(default=0, init=False)
     _is_running: bool = field(default=False, init=False)
     """Whether it has asked for work."""
@@ -214,7 +161,7 @@ class Caller:
         self, prompts: Sequence[Sequence[int]], n_answers: int = 0, most_each: int | None = None
     ) -> None:
         """Charge these prompts, cached tokens too, unless the answer is a refusal; and reserve tokens for
-        the answers: see `Account.reserve`. Raises KeyLimitError or RateLimitError."""
+        the answers: see `KeyAccount.reserve`. Raises KeyLimitError or RateLimitError."""
         if self.account is None:
             return
         n_prompt, key = sum(map(len, prompts)), self.account.key

@@ -164,6 +164,7 @@ class MediaDecoder:
     hears: bool = False
 
     def load(self) -> None:
+        """Load the libraries that decode, before workers are forked."""
         if self.sees:
             from PIL import Image
 

@@ -45,7 +45,8 @@ class Reservation:
         self._n_answers, self._n_generated = n_answers, 0
 
     def charge(self, n_tokens: int) -> None:
-        """Note so many tokens of answers. They count from now on, in the place of reserved ones."""
+        """Note so many tokens of answers. They count from now on, in the place of reserved ones. Those
+        beyond the reserved ones are charged besides."""
         self._n_generated += n_tokens
         n_reserved = min(n_tokens, self._n_left)
         self._n_left -= n_reserved
@@ -54,10 +55,12 @@ class Reservation:
         self._spend(-n_reserved, self._slots)
 
     def give_back(self) -> None:
+        """Give the prompts back, too: nothing was computed."""
         self._spend(-self._n_prompt - self._n_left, self._slots)
         self._n_prompt = self._n_left = 0
 
     def settle(self) -> None:
+        """Give back what answers did not need. Idempotent."""
         if self._n_generated:
             self._account.learn_length(self._n_generated / self._n_answers)
         self._spend(-self._n_left, self._slots)
@@ -95,6 +98,7 @@ class KeyAccount:
         self._refused_until = -math.inf
 
     async def enter(self, n: int = 1, *, besides: int = 0) -> None:
+        """Count `n` more requests for one. Raises KeyLimitError, RateLimitError or NoRoomError."""
         if not besides:
             self._check_door()
         most = self.key.max_concurrent_requests
@@ -151,6 +155,9 @@ class KeyAccount:
     async def reserve(
         self, n_prompt: int, n_answers: int, most_each: int | None, *, background: bool
     ) -> Reservation:
+        """Take the prompts' tokens from the budgets, and as many as the answers will probably have, which
+        may have `most_each` if that is set. In the background, only budgets of a day and more count. Raises
+        RateLimitError."""
         n = n_answers * self._likely_answer(most_each)
         claims = self._claims(n_prompt + n, background=background)
         if claims:
@@ -211,6 +218,7 @@ class KeyAccount:
         return claims
 
     def charge_prompts(self, n_prompt: int) -> Reservation:
+        """Charge the prompts to the budgets of a day and more, whatever is left of them."""
         periods = [] if self.key.tokens_per_day is None else [DAY]
         now = self.ledger.clock()
         for period in periods:

@@ -180,7 +180,7 @@ class ObservedRequest:
         return {"traceparent": f"00-{ids}"}
 
     def on_body(self, body: Sequence[bytes]) -> None:
-        """Note that the body is here."""
+        """Note that the body is here; it is empty if a route reads it by itself."""
         self._received = time.monotonic_ns()
         if self._telemetry.logs_bodies:
             self._body = b"".join(body)[:MOST_LOGGED_BYTES].decode(errors="replace")
