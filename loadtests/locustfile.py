@@ -32,10 +32,10 @@ from locust import LoadTestShape, User, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
+from loadtests.load.stream_metrics import Slo
 from loadtests.load.users import shapes
 from loadtests.load.users.client import LoadClient
 from serve_app.cli.measure import users
-from serve_app.cli.measure.outcomes import Slo
 from serve_app.cli.measure.users import Ask, Setting
 
 MOST_OPEN = 2000

@@ -18,10 +18,12 @@ from typing import Any
 import aiohttp
 
 from serve_app.cli.measure.benchmark import BenchmarkError, percentile
-from serve_app.cli.measure.outcomes import Read, StreamedAnswer, parse_answer
+from serve_app.cli.measure.outcomes import Reader, StreamedAnswer
 
 TIMEOUT_S = 600.0
 NO_HEADERS: Mapping[str, str] = {}
+Read = tuple[float, bytes]
+"""Bytes of a stream, and when they were there, in seconds from sending the request."""
 FIGURES = ("tokens_per_s", "ttft_p50_s", "ttft_p95_s", "itl_p50_ms", "itl_p99_ms")
 
 
@@ -76,6 +78,14 @@ class Burst:
         """Everything, for JSON."""
         totals = {"tokens": self.tokens, "client_share": self.client_share}
         return asdict(self) | totals | self.figures()
+
+
+def parse_answer(reads: Sequence[Read]) -> StreamedAnswer:
+    """The answer in a stream that is over. Raises ValueError if an event is no JSON object."""
+    reader = Reader()
+    for when, read in reads:
+        reader.feed(when, read)
+    return reader.answer()
 
 
 def random_requests(n: int, prompt_tokens: int, max_tokens: int, seed: str) -> list[dict[str, Any]]:

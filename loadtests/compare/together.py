@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from loadtests.common.bursts import parse_answer
 from loadtests.common.comparing import absolute
 from loadtests.common.servers import (
     Server,
@@ -59,7 +60,6 @@ from serve_app.cli.measure.benchmark import (
     table,
     usable_cores,
 )
-from serve_app.cli.measure.outcomes import parse_answer
 
 TURNS, DIVIDED, ALONE = "turns", "divided", "alone"
 CHAT, OTHER = "chat", "other"

@@ -42,7 +42,7 @@ from typing import Any
 from loadtests.engine.batched_bench import NATIVE, BatchedBench
 from loadtests.engine.modes import BARE, BATCHED, MODES, mode_process
 from loadtests.engine.report import plot, summary, table
-from loadtests.engine.run import AnyRun, NativeRun
+from loadtests.engine.run import AnyRun, ModeRun, NativeRun
 from serve_app.cli.measure.bench import WARM_UP_TOKENS, add_load_arguments, engine_options
 from serve_app.cli.measure.benchmark import (
     BenchmarkError,
@@ -117,6 +117,7 @@ def measure(sequences: int, settings: Settings, prompts: Prompts) -> list[dict[s
         def run(number: int, mode: str) -> AnyRun:
             max_tokens = settings.max_tokens if number else WARM_UP_TOKENS
             found = opened[mode].run(drawn[number], max_tokens)
+            assert isinstance(found, ModeRun | NativeRun)
             check(found, sequences, settings.prompt_tokens, max_tokens)
             _progress(f"{sequences} at once, {f'round {number}' if number else 'warm-up'}", found)
             return found

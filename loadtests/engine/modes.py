@@ -19,15 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from loadtests.engine.bare_loop import BareLoop, BareModel
+from loadtests.engine.run import Meter, ModeRun
+from serve_app.base.engine_options import KernelsName
 from serve_app.cli.measure.benchmark import Prompt
-from serve_app.cli.measure.process import (
-    MeasuredRun,
-    Meter,
-    Opener,
-    Runner,
-    RunnerProcess,
-    engine_runner,
-)
+from serve_app.cli.measure.process import Opener, Runner, RunnerProcess, open_engine, run_engine
 from serve_app.engine import EngineOptions
 
 BATCHED, BARE, ROUND_ROBIN, SEPARATE = "batched", "bare", "round-robin", "separate"
@@ -44,7 +39,7 @@ def _one_context(mode: str, model: Path, options: EngineOptions) -> Runner:
     return partial(measured, mode, BareLoop(BareModel(model), options))
 
 
-def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: int) -> ModeRun:
     """The loop's run of these prompts, that many tokens each. Raises what the loop raises."""
     seq_ids = range(len(prompts))
     groups = [[seq_id] for seq_id in seq_ids] if mode == ROUND_ROBIN else [seq_ids]
@@ -53,13 +48,25 @@ def measured(mode: str, loop: BareLoop, prompts: Sequence[Prompt], max_tokens: i
     return meter.run(sum(map(len, prompts)), arrivals, steps)
 
 
+def _engine(mode: str, backend: KernelsName, model: Path, options: EngineOptions) -> Runner:
+    """Corral's engine with this backend."""
+    engine = open_engine(backend, model, options)
+
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> ModeRun:
+        steps, meter = engine.stats().timing.steps, Meter(mode)
+        prompt_tokens, arrivals = run_engine(engine, prompts, max_tokens)
+        return meter.run(prompt_tokens, arrivals, engine.stats().timing.steps - steps)
+
+    return run
+
+
 def _genai(model: Path, options: EngineOptions) -> Runner:
     """OpenVINO GenAI's own continuous batching."""
     from loadtests.engine.peers.genai import GenAiLoop  # needs corral[openvino]
 
     loop = GenAiLoop(model, options)
 
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> ModeRun:
         meter = Meter(GENAI)
         arrivals, steps = loop.run(prompts, max_tokens, range(len(prompts)))
         return meter.run(sum(map(len, prompts)), arrivals, steps)
@@ -76,7 +83,7 @@ def _separate(model: Path, options: EngineOptions) -> Runner:
     loops = [BareLoop(opened, alone) for _ in range(n)]
     pool = ThreadPoolExecutor(n)
 
-    def run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+    def run(prompts: Sequence[Prompt], max_tokens: int) -> ModeRun:
         meter = Meter(SEPARATE)
         futures = [
             pool.submit(loop.run, [prompt], max_tokens, [[0]], [seed])
@@ -94,8 +101,8 @@ MODES: dict[str, Opener] = {
     SEPARATE: _separate,
     ROUND_ROBIN: partial(_one_context, ROUND_ROBIN),
     BARE: partial(_one_context, BARE),
-    BATCHED: partial(engine_runner, "llama.cpp", name=BATCHED),
-    OPENVINO: partial(engine_runner, "openvino"),
+    BATCHED: partial(_engine, BATCHED, "llama.cpp"),
+    OPENVINO: partial(_engine, OPENVINO, "openvino"),
     GENAI: _genai,
 }
 """How each mode opens its model, for as long as its process lives."""

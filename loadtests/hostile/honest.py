@@ -25,9 +25,9 @@ from geventhttpclient.response import HTTPParseError
 from loadtests.hostile import elsewhere
 from loadtests.hostile.figures import probe_line
 from loadtests.hostile.setups import DEMO, HONEST
+from loadtests.load.stream_metrics import Slo
 from loadtests.load.users.client import LoadClient
 from serve_app.cli.measure.benchmark import number_between
-from serve_app.cli.measure.outcomes import Slo
 from serve_app.cli.measure.users import CHAT, WORDS, Ask
 
 API_KEYS = "CORRAL_API_KEYS"

@@ -18,9 +18,9 @@ import httpx
 
 from loadtests.common.processes import with_default_signals
 from loadtests.load.observer import Sample, busy_s, cpu_s, ended, engines_of, sample
-from loadtests.load.stream_metrics import Accounts, accounts, errors, read_journal
+from loadtests.load.stream_metrics import Accounts, Slo, accounts, errors, figures, read_journal
 from loadtests.load.target import Target
-from serve_app.cli.measure.outcomes import Outcome, Slo, figures
+from serve_app.cli.measure.outcomes import Outcome
 
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 GRACE_S = 60.0

@@ -23,9 +23,9 @@ from typing import Any
 from loadtests.common.servers import exit_on_sigterm
 from loadtests.load import report_page
 from loadtests.load.driver import Load, LoadError, Result, drive
+from loadtests.load.stream_metrics import Slo
 from loadtests.load.target import Target, opened
 from serve_app.cli.measure.benchmark import SEED, cpu_name, list_of, number_between, usable_cores
-from serve_app.cli.measure.outcomes import Slo
 from serve_app.cli.measure.users import parse_mix
 
 MIXES = ("chat=1", "rag=1", "agent=1", "code=1", "batch=1", "chat=6,rag=2,agent=1,code=2,batch=1")

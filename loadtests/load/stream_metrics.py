@@ -1,4 +1,4 @@
-"""The journal of a load test's requests, and the books of their ends. Pure."""
+"""The journal of a load test's requests, the books of their ends, and what users got. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,45 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from serve_app.cli.measure.outcomes import ENDS, FAILED, Outcome
+from serve_app.cli.measure.benchmark import percentile
+from serve_app.cli.measure.outcomes import ABORTED, COMPLETE, ENDS, FAILED, Outcome
+from serve_app.cli.measure.outcomes import figures as common_figures
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The times that a user should get, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+    """The mean time of a token after the first, of one answer."""
+
+
+def token_s(outcome: Outcome) -> float | None:
+    """Mean seconds of a token after the first; None of an answer with fewer than two."""
+    return sum(outcome.gaps_s) / (outcome.tokens - 1) if outcome.tokens > 1 else None
+
+
+def meets(outcome: Outcome, slo: Slo) -> bool:
+    """Whether an answer is complete and came as fast as it should."""
+    in_time = outcome.ttft_s is None or outcome.ttft_s <= slo.ttft_s
+    return outcome.end == COMPLETE and in_time and (token_s(outcome) or 0.0) <= slo.itl_s
+
+
+def figures(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str, float | None]:
+    """The users' figures in `wall_s` seconds; None where nothing was measured. A goodput counts complete
+    answers that meet the SLO, `good_share` their share of all requests that users did not leave."""
+    good = sum(meets(outcome, slo) for outcome in outcomes)
+    stayed = sum(outcome.end != ABORTED for outcome in outcomes)
+    done = [outcome for outcome in outcomes if outcome.end == COMPLETE]
+    tokens_s = [seconds for outcome in done if (seconds := token_s(outcome))]
+    return {
+        "requests_per_s": len(done) / wall_s,
+        "goodput_per_s": good / wall_s,
+        "good_share": good / stayed if stayed else None,
+        **common_figures(outcomes, wall_s),
+        "user_tokens_per_s_p50": 1 / percentile(tokens_s, 50) if tokens_s else None,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import gevent
 from geventhttpclient import HTTPClient
 from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 
-from loadtests.load.stream_metrics import ended_line, sent_line
+from loadtests.load.stream_metrics import Slo, ended_line, meets, sent_line, token_s
 from serve_app.cli.measure.outcomes import (
     ABORTED,
     COMPLETE,
@@ -28,7 +28,6 @@ from serve_app.cli.measure.outcomes import (
     REFUSED,
     Outcome,
     Reader,
-    Slo,
     heard,
 )
 from serve_app.cli.measure.users import Ask
@@ -133,9 +132,9 @@ class LoadClient:
             self._listen(outcome.end.upper(), kind, 1000 * wall_s, "")
             return
         self._listen("E2E", kind, 1000 * wall_s, outcome.reason)
-        if outcome.end == COMPLETE and outcome.token_s:
-            self._listen("TOKENS/S", kind, 1 / outcome.token_s, "")
-        if outcome.meets(self._slo):
+        if outcome.end == COMPLETE and (seconds := token_s(outcome)):
+            self._listen("TOKENS/S", kind, 1 / seconds, "")
+        if meets(outcome, self._slo):
             self._listen("GOOD", kind, 1000 * wall_s, "")
 
 

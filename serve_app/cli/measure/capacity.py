@@ -40,7 +40,6 @@ from serve_app.cli.measure.outcomes import (
     REFUSED,
     Outcome,
     Reader,
-    Slo,
     figures,
     heard,
 )
@@ -230,12 +229,11 @@ def measure_users(
     url: str, load: UserLoad, bounds: Mapping[str, float], limit: int, name: str
 ) -> Held:
     """The number of users that this server holds. Raises LoadError."""
-    slo = Slo(bounds.get("ttft_p95_s", 2.0), bounds.get("itl_p95_ms", 150.0) / 1000)
     tried: dict[int, Mapping[str, float | None]] = {0: {}}
 
     def holds(users: int) -> bool:
         outcomes, wall_s = asyncio.run(drive(url, load, users))
-        tried[users] = figures(outcomes, wall_s, slo)
+        tried[users] = figures(outcomes, wall_s)
         missed = misses(outcomes, tried[users], bounds)
         values = ", ".join(f"{key} {tried[users][key] or 0:.3g}" for key in bounds)
         verdict = f"misses: {'; '.join(missed)}" if missed else "holds"

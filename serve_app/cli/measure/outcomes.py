@@ -10,9 +10,6 @@ from typing import Any
 
 from serve_app.cli.measure.benchmark import percentile
 
-Read = tuple[float, bytes]
-"""Bytes of a stream, and when they were there, in seconds from sending the request."""
-
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswer:
@@ -106,14 +103,6 @@ class Reader:
             self._texts.append(text)
 
 
-def parse_answer(reads: Sequence[Read]) -> StreamedAnswer:
-    """The answer in a stream that is over. Raises ValueError if an event is no JSON object."""
-    reader = Reader()
-    for when, read in reads:
-        reader.feed(when, read)
-    return reader.answer()
-
-
 def _code(error: object) -> str:
     known = error if isinstance(error, dict) else {}
     return str(known.get("code") or known.get("type") or "error")
@@ -125,15 +114,6 @@ def _choice_text(choice: dict[str, Any]) -> str:
 
 COMPLETE, REFUSED, ABORTED, FAILED = "complete", "refused", "aborted", "failed"
 ENDS = (COMPLETE, REFUSED, ABORTED, FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """The times that a user should get, in seconds."""
-
-    ttft_s: float
-    itl_s: float
-    """The mean time of a token after the first, of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +138,6 @@ class Outcome:
     cached_tokens: int = 0
     answer_id: str | None = None
 
-    @property
-    def token_s(self) -> float | None:
-        """Mean seconds of a token after the first; None of an answer with fewer than two."""
-        return sum(self.gaps_s) / (self.tokens - 1) if self.tokens > 1 else None
-
-    def meets(self, slo: Slo) -> bool:
-        """Whether it is complete and came as fast as it should."""
-        in_time = self.ttft_s is None or self.ttft_s <= slo.ttft_s
-        return self.end == COMPLETE and in_time and (self.token_s or 0.0) <= slo.itl_s
-
 
 def heard(answer: StreamedAnswer) -> dict[str, Any]:
     """The fields of an Outcome that a stream gives."""
@@ -180,24 +150,16 @@ def heard(answer: StreamedAnswer) -> dict[str, Any]:
     }
 
 
-def figures(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str, float | None]:
-    """The users' figures in `wall_s` seconds; None where nothing was measured. A goodput counts complete
-    answers that meet the SLO, `good_share` their share of all requests that users did not leave."""
-    good = sum(outcome.meets(slo) for outcome in outcomes)
-    stayed = sum(outcome.end != ABORTED for outcome in outcomes)
-    done = [o for o in outcomes if o.end == COMPLETE]
+def figures(outcomes: Sequence[Outcome], wall_s: float) -> dict[str, float | None]:
+    """The users' figures in `wall_s` seconds; None where nothing was measured."""
     ttft_s = [o.ttft_s for o in outcomes if o.ttft_s is not None]
     gaps_s = [gap for o in outcomes for gap in o.gaps_s]
-    token_s = [o.token_s for o in done if o.token_s]
+    done_s = [o.wall_s for o in outcomes if o.end == COMPLETE]
     return {
         "tokens_per_s": sum(o.tokens for o in outcomes) / wall_s,
-        "requests_per_s": len(done) / wall_s,
-        "goodput_per_s": good / wall_s,
-        "good_share": good / stayed if stayed else None,
         **_percentiles("ttft", "s", ttft_s, 1),
         **_percentiles("itl", "ms", gaps_s, 1000),
-        **_percentiles("e2e", "s", [o.wall_s for o in done], 1),
-        "user_tokens_per_s_p50": 1 / percentile(token_s, 50) if token_s else None,
+        **_percentiles("e2e", "s", done_s, 1),
     }
 
 

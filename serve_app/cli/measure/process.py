@@ -8,7 +8,6 @@ instead of spinning.
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -47,21 +46,12 @@ def _open(open_one: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run of a mode, counted by the process that did it. Rates are in tokens per second."""
+    """A run, timed by the process that did it. Rates are in tokens per second."""
 
-    mode: str
     prompt_tokens: int
     """Prompt tokens that were computed, of all sequences."""
     arrivals_s: tuple[tuple[float, ...], ...]
     """The times when each sequence's tokens were there, in seconds from the start."""
-    steps: int
-    """Calls of `llama_decode`."""
-    cpu_s: float
-    """CPU seconds of the process; less than threads times wall seconds if it had to wait."""
-    sleeps: int
-    """How often a thread of the process gave up its core, to wait for something."""
-    preemptions: int
-    """How often a thread lost its core to another: many mean a busy machine, and no fair figure."""
     peak_bytes: int
     """The most memory that the process had resident up to now: model, contexts and Python."""
 
@@ -139,32 +129,42 @@ def _run(prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
     return runner(prompts, max_tokens)
 
 
-def engine_runner(
-    backend: KernelsName, model: Path, options: EngineOptions, name: str | None = None
-) -> Runner:
-    """Open an engine with this backend. Its runs go by the name, or the backend's. Raises CorralError."""
+def engine_runner(backend: KernelsName, model: Path, options: EngineOptions) -> Runner:
+    """Open an engine with this backend. Raises CorralError."""
+    return partial(_time_engine, open_engine(backend, model, options))
+
+
+def open_engine(backend: KernelsName, model: Path, options: EngineOptions) -> Engine:
+    """An engine with this backend. Raises CorralError."""
     if backend == "openvino":
         options = replace(options, backend=backend, kv_unified=None)
-    return partial(_run_engine, name or backend, Engine.load(model, options))
+    return Engine.load(model, options)
 
 
-def _run_engine(
-    name: str, engine: Engine, prompts: Sequence[Prompt], max_tokens: int
-) -> MeasuredRun:
-    """Submit everything at once; the decoder thread tells each token, as in a server."""
+def _time_engine(engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> MeasuredRun:
+    start = time.perf_counter()
+    prompt_tokens, arrivals = run_engine(engine, prompts, max_tokens)
+    arrivals_s = tuple(tuple(when - start for when in times) for times in arrivals)
+    return MeasuredRun(prompt_tokens, arrivals_s, peak_bytes())
+
+
+def run_engine(
+    engine: Engine, prompts: Sequence[Prompt], max_tokens: int
+) -> tuple[int, list[list[float]]]:
+    """Submit everything at once; the decoder thread tells each token, as in a server. Returns how many
+    prompt tokens were computed, and the times of each sequence's tokens by `time.perf_counter()`."""
     requests = [
         GenerationRequest(
             f"sequence-{i}", prompt, SamplingParams(seed=i, max_tokens=max_tokens, ignore_eos=True)
         )
         for i, prompt in enumerate(prompts)
     ]
-    before, meter = engine.stats(), Meter(name)
+    before = engine.stats().tokens
     arrivals = all_arrivals(engine, requests, RUN_TIMEOUT_S)
-    after = engine.stats()
-    if after.tokens.generated_tokens - before.tokens.generated_tokens != sum(map(len, arrivals)):
+    after = engine.stats().tokens
+    if after.generated_tokens - before.generated_tokens != sum(map(len, arrivals)):
         raise BenchmarkError("The engine's own count of tokens is another.")
-    prompt_tokens = after.tokens.prompt_tokens - before.tokens.prompt_tokens
-    return meter.run(prompt_tokens, arrivals, after.timing.steps - before.timing.steps)
+    return after.prompt_tokens - before.prompt_tokens, arrivals
 
 
 class Arrivals:
@@ -204,29 +204,3 @@ def text_tokens(path: Path) -> list[int]:
     model = Model(path, vocab_only=True)
     tokens = range(model.n_vocab)
     return [token for token in tokens if model.piece(token) and not model.is_eog(token)]
-
-
-class Meter:
-    """Measures how this process uses time from here on."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-        self._cpu_s = time.process_time()
-        self._usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._start = time.perf_counter()
-
-    def run(
-        self, prompt_tokens: int, arrivals: Sequence[Sequence[float]], steps: int
-    ) -> MeasuredRun:
-        """The run that began when this was made; arrivals by `time.perf_counter()`."""
-        now = resource.getrusage(resource.RUSAGE_SELF)
-        return MeasuredRun(
-            mode=self._mode,
-            prompt_tokens=prompt_tokens,
-            arrivals_s=tuple(tuple(t - self._start for t in times) for times in arrivals),
-            steps=steps,
-            cpu_s=time.process_time() - self._cpu_s,
-            sleeps=now.ru_nvcsw - self._usage.ru_nvcsw,
-            preemptions=now.ru_nivcsw - self._usage.ru_nivcsw,
-            peak_bytes=peak_bytes(),
-        )

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from serve_app.cli.measure.capacity import Held, misses, most_users, parse_slo, table
-from serve_app.cli.measure.outcomes import COMPLETE, FAILED, REFUSED, Outcome, Slo, figures
+from serve_app.cli.measure.outcomes import COMPLETE, FAILED, REFUSED, Outcome, figures
 
 
 @pytest.mark.parametrize("limit", [1, 2, 100, 256])
@@ -60,7 +60,7 @@ def outcome(end: str = COMPLETE, ttft_s: float | None = 0.5) -> Outcome:
 def test_a_load_holds_if_nobody_is_refused_and_all_is_in_time(
     outcomes: list[Outcome], missed: list[str]
 ) -> None:
-    measured = figures(outcomes, 10.0, Slo(2.0, 0.15))
+    measured = figures(outcomes, 10.0)
     assert misses(outcomes, measured, {"ttft_p95_s": 2.0, "itl_p95_ms": 150.0}) == missed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli.measure.outcomes import parse_answer
+from loadtests.common.bursts import parse_answer
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}

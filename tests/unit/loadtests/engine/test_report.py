@@ -11,10 +11,9 @@ import pytest
 from loadtests.engine.__main__ import Settings, check, parse_args
 from loadtests.engine.modes import BARE, BATCHED, SEPARATE
 from loadtests.engine.report import Round, plot, ratios, summary, table
-from loadtests.engine.run import AnyRun, NativeRun
+from loadtests.engine.run import AnyRun, ModeRun, NativeRun
 from serve_app.cli.measure import bench
 from serve_app.cli.measure.benchmark import BenchmarkError
-from serve_app.cli.measure.process import MeasuredRun
 
 FACTS = {
     "cpu": "A CPU",
@@ -31,11 +30,9 @@ FACTS = {
 
 def run(
     *arrivals_s: Sequence[float], mode: str = BATCHED, prompt: int = 8, peak: int = 0
-) -> MeasuredRun:
+) -> ModeRun:
     arrivals = tuple(map(tuple, arrivals_s))
-    return MeasuredRun(
-        mode, prompt, arrivals, steps=4, cpu_s=1.0, sleeps=2, preemptions=1, peak_bytes=peak
-    )
+    return ModeRun(prompt, arrivals, peak, mode, steps=4, cpu_s=1.0, sleeps=2, preemptions=1)
 
 
 NATIVE_RUN = NativeRun(
@@ -103,7 +100,7 @@ def test_ratios_compare_the_runs_of_a_round() -> None:
     ],
     ids=["to itself", "without batched", "without a rate"],
 )
-def test_no_ratio(mode: str, one: dict[str, MeasuredRun]) -> None:
+def test_no_ratio(mode: str, one: dict[str, ModeRun]) -> None:
     assert ratios([dict(one)], mode, "decode_tps") is None
 
 
@@ -139,7 +136,7 @@ def test_mode_summary_leaves_open_what_a_mode_cannot_tell() -> None:
         (NATIVE_RUN, "generated 6 tokens"),
     ],
 )
-def test_another_amount_of_work_is_an_error(wrong: MeasuredRun | NativeRun, message: str) -> None:
+def test_another_amount_of_work_is_an_error(wrong: ModeRun | NativeRun, message: str) -> None:
     check(run([1.0, 2.0], [1.0, 2.0]), 2, 4, 2)
     check(NATIVE_RUN, 2, 4, 3)
     with pytest.raises(BenchmarkError, match=message):

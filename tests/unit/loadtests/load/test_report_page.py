@@ -15,7 +15,7 @@ from loadtests.load.report_page import (
     number,
     timeline,
 )
-from serve_app.cli.measure.outcomes import Slo, figures
+from loadtests.load.stream_metrics import Slo, figures
 
 
 def run(mix: str, users: int, **found: float | None) -> dict[str, Any]:
