@@ -36,7 +36,7 @@ from serve_app.config.schema import ModelConfig, with_models, without
 from serve_app.run.ingress import settings_for
 from serve_app.run.model_host import ConfiguredHost
 from serve_app.run.preflight import require_cache
-from serve_app.run.resolving import resolve_all
+from serve_app.run.resolving import resolve
 from serve_app.store.models import added_models
 from serve_app.store.shared_entries import AddedModels, Entry, added_application, share_by
 
@@ -73,7 +73,7 @@ def application(args: dict[str, Any], file: Path | None = None) -> Application:
         check_serve(app, file)
         refuse_strangers(app.ingress)
         left_out: dict[str, str] = {}
-        models = resolve_all(app, left_out=left_out, only_here=file is not None)
+        models = resolve(app, left_out=left_out, only_here=file is not None)
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     settings = settings_for(app, left_out, proxy_hides_strangers=proxy_hides_strangers())

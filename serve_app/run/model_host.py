@@ -7,7 +7,7 @@ from typing import Any
 
 from serve_app.config.resolved import ResolvedModel
 from serve_app.config.schema import AppConfig, with_models
-from serve_app.run.resolving import resolve_all
+from serve_app.run.resolving import resolve
 from serve_app.store.shared_entries import Entry
 
 _SHARED: dict[str, Any] = dict.fromkeys(
@@ -33,5 +33,5 @@ class ConfiguredHost:
     async def resolve(self, entry: Entry) -> ResolvedModel:
         others = [other for other in self.entries.values() if other["id"] != entry["id"]]
         app = with_models(self.app, [*others, entry])
-        (model,) = await asyncio.to_thread(resolve_all, app, len(app.models) - 1)
+        (model,) = await asyncio.to_thread(resolve, app, n_resolved=len(app.models) - 1)
         return model

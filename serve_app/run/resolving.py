@@ -21,13 +21,7 @@ from serve_app.config.resolved import OnDemandSettings, ResolvedModel
 from serve_app.config.sampling_fields import read_params
 from serve_app.config.schema import AppConfig, DefaultsConfig, EngineConfig, ModelConfig
 from serve_app.config.serve_options import RayServeOptions
-from serve_app.config.sources import (
-    NO_DOWNLOADS,
-    AdapterConfig,
-    DownloadsConfig,
-    ModelSource,
-    ProjectorSource,
-)
+from serve_app.config.sources import AdapterConfig, DownloadsConfig, ModelSource, ProjectorSource
 from serve_app.engine.backends.draft_model import N_CTX, check_draft, check_own_layers, slot_bytes
 from serve_app.kernels.llama.model import Model
 from serve_app.kernels.llama.vision.senses import ProjectorFile
@@ -47,23 +41,23 @@ logger = logging.getLogger("corral.config")
 
 
 def resolve(
-    models: Sequence[ModelConfig],
+    app: AppConfig,
     here: Machine | None = None,
-    downloads: DownloadsConfig = NO_DOWNLOADS,
-    max_loaded: int = 1,
     *,
-    more_may_come: bool = False,
     n_resolved: int = 0,
     left_out: dict[str, str] | None = None,
     only_here: bool = False,
 ) -> list[ResolvedModel]:
     """Decide what the configuration leaves open, from what the model files begin with and from a
-    machine, by default this one. All models must fit on it, but of those that are loaded on demand, so
-    many at once. `more_may_come` keeps places for as many. The first `n_resolved` models take their
-    places only, and are not in the result. With `left_out`, a model whose files cannot be used is not
-    in the result either, and the reason is put there. With `only_here`, no replica runs on another
-    machine, which may have files that this one lacks. Raises ConfigError that names the model."""
+    machine, by default this one. All models must fit on it, but of those that are loaded on demand,
+    `max_loaded_models` at once. `manage_models` keeps places for as many. The first `n_resolved` models
+    take their places only, and are not in the result. With `left_out`, a model whose files cannot be used
+    is not in the result either, and the reason is put there. One model at least must be left. With
+    `only_here`, no replica runs on another machine, which may have files that this one lacks. Raises
+    ConfigError that names the model."""
     here = here or machine.read_machine()
+    models, downloads = app.models, app.downloads
+    max_loaded, more_may_come = app.max_loaded_models, app.manage_models
     n_on_demand = sum(model.keep_alive is not None for model in models)
     n_at_once = max_loaded if more_may_come else min(n_on_demand, max_loaded)
     n_places = len(models) - n_on_demand + n_at_once
@@ -97,7 +91,7 @@ def resolve(
     resolved = []
     for i, candidate in candidates.items():
         try:
-            undecided = _resolve(candidate, here, downloads, free[i], total[i])
+            undecided = _resolve(candidate, app, here, free[i], total[i])
         except ConfigError as error:
             raise ConfigError(f"models ({candidate.model.id}): {error}") from None
         on_demand = undecided.on_demand
@@ -108,35 +102,6 @@ def resolve(
     if left_out and not resolved:
         raise ConfigError("\n".join(f"models ({name}): {why}" for name, why in left_out.items()))
     return resolved
-
-
-def resolve_all(
-    app: AppConfig,
-    n_resolved: int = 0,
-    left_out: dict[str, str] | None = None,
-    *,
-    only_here: bool = False,
-) -> list[ResolvedModel]:
-    """All models of an application but the first `n_resolved`, with nothing left open: see `resolve`.
-    `left_out` gets the reasons of those whose files cannot be used, unless that is all. Raises
-    ConfigError."""
-    return [
-        replace(
-            model,
-            batches_may_scale=app.ingress.batch.may_scale,
-            data_at_rest=app.data_at_rest is True,
-            encrypts_folders=app.data_at_rest == "encrypted",
-        )
-        for model in resolve(
-            app.models,
-            downloads=app.downloads,
-            max_loaded=app.max_loaded_models,
-            more_may_come=app.manage_models,
-            n_resolved=n_resolved,
-            left_out=left_out,
-            only_here=only_here,
-        )
-    ]
 
 
 def check_files(app: AppConfig) -> dict[str, str]:
@@ -253,11 +218,7 @@ def _divide(
 
 
 def _resolve(
-    candidate: _Candidate,
-    here: Machine,
-    downloads: DownloadsConfig,
-    memory_bytes: int,
-    total_bytes: int,
+    candidate: _Candidate, app: AppConfig, here: Machine, memory_bytes: int, total_bytes: int
 ) -> ResolvedModel:
     """Raises ConfigError. `memory_bytes` are free for the model's replicas here, of `total_bytes` that they
     may take when those before them are gone."""
@@ -284,7 +245,7 @@ def _resolve(
         tags=tuple(model.tags),
         defaults=model_defaults(model.defaults),
         source=candidate.source,
-        downloads=downloads,
+        downloads=app.downloads,
         options=options,
         system_prompts=tuple(model.engine.system_prompts),
         threads=model.engine.threads,
@@ -293,6 +254,9 @@ def _resolve(
         sizing=f"{share.reason}; {_memory_report(memory_bytes, n_together)}",
         num_cpus=num_cpus,
         place_cpus=share.place_cpus,
+        data_at_rest=app.data_at_rest is True,
+        encrypts_folders=app.data_at_rest == "encrypted",
+        batches_may_scale=app.ingress.batch.may_scale,
         memory_shares=sizing.shares_of_memory(model.engine),
         adapters=candidate.adapters,
         projector=candidate.projector,

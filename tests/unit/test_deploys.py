@@ -20,7 +20,7 @@ def entry(**fields: Any) -> dict[str, Any]:
 
 
 def resolved(*entries: dict[str, Any]) -> list[ResolvedModel]:
-    return resolve(schema.parse({"models": list(entries)}).models)
+    return resolve(schema.parse({"models": list(entries)}))
 
 
 def deployments(*entries: dict[str, Any]) -> dict[str, str | None]:

@@ -69,7 +69,8 @@ def resolve_model(args: argparse.Namespace) -> ResolvedModel:
         models = () if args.model is None else (args.model,)
         options = ServeOptions(models, slots=args.slots, context=args.context, threads=args.threads)
         app = schema.parse(document(options)["applications"][0]["args"])
-    return resolve(app.models[:1], downloads=app.downloads)[0]
+    alone = app.model_copy(update={"models": app.models[:1], "manage_models": False})
+    return resolve(alone)[0]
 
 
 def connect() -> float:

@@ -230,7 +230,7 @@ def serve(config: Path, content: Content, events: int | None) -> str | None:
             stack.callback(child.kill)
         from serve_app.config import schema
         from serve_app.run.ingress import settings_for
-        from serve_app.run.resolving import resolve_all
+        from serve_app.run.resolving import resolve
 
         try:
             app = schema.parse(args, config)
@@ -238,7 +238,7 @@ def serve(config: Path, content: Content, events: int | None) -> str | None:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             logs.write_to_stderr(keeps_texts=app.data_at_rest is True)
             left_out: dict[str, str] = {}
-            models = resolve_all(app, left_out=left_out, only_here=True)
+            models = resolve(app, left_out=left_out, only_here=True)
             settings = settings_for(app, left_out)
             pairs = list(zip(app.models, children, strict=True))
             for model, child in pairs:

@@ -14,7 +14,7 @@ from serve_app.base.errors import ConfigError, EngineUnavailableError
 from serve_app.config.schema import parse
 from serve_app.kernels.llama import library
 from serve_app.kernels.llama.model import Model
-from serve_app.run.resolving import check_files, resolve_all
+from serve_app.run.resolving import check_files, resolve
 from serve_app.server.model_registry import ModelFile
 from serve_app.server.workers.pool import WorkerPool
 from serve_app.store.builtin_model import BUILTIN_MODEL
@@ -97,17 +97,17 @@ def test_a_start_leaves_the_model_out(bad: tuple[dict[str, Any], str], only_here
     if not only_here:
         del model["engine"]  # its size is to be looked up
     app, left_out = parse({"models": [model, GOOD]}), dict[str, str]()
-    resolved = resolve_all(app, left_out=left_out, only_here=only_here)
+    resolved = resolve(app, left_out=left_out, only_here=only_here)
     assert [one.id for one in resolved] == ["good"]
     assert reason in left_out["bad"]
     with pytest.raises(ConfigError, match=r"models \(bad\)"):
-        resolve_all(parse({"models": [model]}), left_out={}, only_here=only_here)
+        resolve(parse({"models": [model]}), left_out={}, only_here=only_here)
 
 
 def test_another_machine_may_have_the_file(tmp_path: Path) -> None:
     left_out: dict[str, str] = {}
     app = parse({"models": [entry("far", {"path": str(missing(tmp_path))})]})
-    assert [one.id for one in resolve_all(app, left_out=left_out)] == ["far"]
+    assert [one.id for one in resolve(app, left_out=left_out)] == ["far"]
     assert not left_out
 
 

@@ -14,7 +14,7 @@ from serve_app.config import schema
 from serve_app.run.replica.loaded_model import LoadedModel
 from serve_app.run.replica.on_demand import _clean_up
 from serve_app.run.replica.place import ReplicaPlace
-from serve_app.run.resolving import resolve_all
+from serve_app.run.resolving import resolve
 from serve_app.store import shared_entries
 
 folder = Path(sys.argv[1])
@@ -24,7 +24,7 @@ metrics.keep_in(folder / "metrics")
 shared_entries.keep_in(folder / "entries")
 engine = {"n_slots": 1, "n_ctx_slot": 256, "threads": 1}
 entry = {"id": "m", "source": {"builtin": True}, "keep_alive": "1m", "engine": engine}
-(model,) = resolve_all(schema.parse({"models": [entry]}), only_here=True)
+(model,) = resolve(schema.parse({"models": [entry]}), only_here=True)
 place = ReplicaPlace("corral", "m", "m-1", "local", folder, measures_again=False)
 
 async def load(times):

@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.base.errors import ConfigError
 from serve_app.base.formats import BackendName
-from serve_app.config.schema import ModelConfig
+from serve_app.config.schema import parse
 from serve_app.engine import Engine, EngineOptions
 from serve_app.kernels.llama.model import Model
 from serve_app.prompt.tokenizer import forget_tokenizers, open_tokenizer
@@ -36,8 +36,7 @@ def test_what_is_looked_up_for_the_start_is_what_is_served(
         read(model)
 
     monkeypatch.setattr(Model, "_read_metadata", noted)
-    configured = ModelConfig.model_validate({"id": "m", "source": {"path": str(path)}})
-    (model,) = resolve([configured])
+    (model,) = resolve(parse({"models": [{"id": "m", "source": {"path": str(path)}}]}))
     pooling = model.options.embedding_pooling
     info = ModelInfo.open(ModelFile("m", 64, str(path), pooling, defaults=model.defaults))
     assert opened == [info.tokenizer.model.path] == [path]

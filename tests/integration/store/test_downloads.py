@@ -432,7 +432,7 @@ def test_a_projector_comes_with_its_model(
         for engine in ({}, sized):
             model = {"id": "m", "source": source, "engine": engine}
             given = model if projector is None else model | {"projector": projector}
-            (one,) = resolve(schema.parse({"models": [given]}).models, downloads=downloads)
+            (one,) = resolve(schema.parse({"models": [given], "downloads": downloads}))
             name = None if found is None else f"owner/name:{found}@{COMMIT}"
             assert (one.projector and one.projector.repo) == name
             if one.projector is not None:

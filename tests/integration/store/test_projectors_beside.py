@@ -31,7 +31,7 @@ def forget_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(downloads: DownloadsConfig, projector: Any = None) -> ResolvedModel:
     one = {"id": "m", "source": {"repo": "owner/name:Q4_0"}, "engine": {}}
     given = one if projector is None else one | {"projector": projector}
-    return resolve(schema.parse({"models": [given]}).models, downloads=downloads)[0]
+    return resolve(schema.parse({"models": [given], "downloads": downloads}))[0]
 
 
 def eyes(folder: Path, n_embd: int = 256) -> bytes:

@@ -17,7 +17,7 @@ from serve_app.base.errors import ConfigError
 from serve_app.cluster.deployments import engine_options, ingress_options
 from serve_app.config import schema
 from serve_app.config.resolved import ResolvedModel
-from serve_app.config.sources import ProjectorSource
+from serve_app.config.sources import ModelSource, ProjectorSource
 from serve_app.engine.backends.draft_model import slot_bytes
 from serve_app.kernels.llama.model import Model
 from serve_app.run.placement.machine import Machine
@@ -110,9 +110,14 @@ SCALING = {
 }
 
 
+def engine_options_on(here: Machine, entry: dict[str, Any]) -> dict[str, Any]:
+    """The options of one model's deployment."""
+    app = schema.parse({"models": [entry]})
+    return engine_options(app.models[0], resolve(app, here)[0])
+
+
 def test_serve_gets_explicit_options() -> None:
-    configured = schema.parse({"models": [model()]}).models[0]
-    options = engine_options(configured, resolve([configured], HERE)[0])
+    options = engine_options_on(HERE, model())
     assert options == {
         "name": "engine-m",
         "max_ongoing_requests": 2 * (4 + 8) + 4 * 4 + 16,
@@ -134,8 +139,7 @@ def test_configured_options_win() -> None:
         "max_ongoing_requests": 5,
         "ray_actor_options": {"num_cpus": 2, "resources": {"big": 1}},
     }
-    configured = schema.parse({"models": [model(serve=serve)]}).models[0]
-    options = engine_options(configured, resolve([configured], HERE)[0])
+    options = engine_options_on(HERE, model(serve=serve))
     assert options["max_ongoing_requests"] == 5
     assert options["ray_actor_options"] == {"num_cpus": 2, "resources": {"big": 1}}
     assert options["autoscaling_config"] == SCALING | {"max_replicas": 9, "upscale_delay_s": 3}
@@ -151,8 +155,8 @@ def test_models_share_a_machine_in_turns(
     here = Machine(topology(((i,), 0) for i in range(cores)), None, 2**34, 2**34)
     sizes = {"n_slots": 4, "n_ctx_slot": 256}
     entries = [model(id=f"m{i}", engine=sizes) for i in range(n_models)]
-    configured = schema.parse({"models": entries}).models
-    for entry, resolved in zip(configured, resolve(configured, here), strict=True):
+    app = schema.parse({"models": entries})
+    for entry, resolved in zip(app.models, resolve(app, here), strict=True):
         assert engine_options(entry, resolved)["ray_actor_options"] == {"num_cpus": num_cpus}
         assert resolved.options.threads == threads
 
@@ -163,8 +167,8 @@ def test_a_chat_model_gets_the_memory_that_encoders_leave(tmp_path: Path) -> Non
     entries = [{"id": "chat", "source": {"builtin": True}}] + [
         {"id": name, "source": {"path": str(path)}} for name in ("embed", "rank")
     ]
-    chat, *others = resolve(schema.parse({"models": entries}).models, here)
-    (alone,) = resolve(schema.parse({"models": entries[:1]}).models, here)
+    chat, *others = resolve(schema.parse({"models": entries}), here)
+    (alone,) = resolve(schema.parse({"models": entries[:1]}), here)
     assert alone.sizing.endswith("sized for 16.0 GiB of memory")
     assert chat.sizing.endswith("sized for 15.0 GiB of memory")
     assert {one.sizing.partition("; ")[2] for one in others} == {"sized for 0.5 GiB of memory"}
@@ -183,8 +187,8 @@ def test_models_on_demand_have_the_memory_that_any_of_them_needs(
         {"id": name, "source": {"path": str(path)}, **more}
         for name, more in [("stays", {}), ("a", {"keep_alive": "1m"}), ("b", {"keep_alive": "1m"})]
     ] + [{"id": "chat", "source": {"builtin": True}}]
-    models = schema.parse({"models": entries}).models
-    stays, a, b, chat = resolve(models, here, more_may_come=more_may_come)
+    app = schema.parse({"models": entries, "manage_models": more_may_come})
+    stays, a, b, chat = resolve(app, here)
     assert stays.sizing.endswith("sized for 0.5 GiB of memory")
     assert a.sizing == b.sizing
     assert a.sizing.endswith(f"sized for {10.1 if more_may_come else 0.5} GiB of memory")
@@ -229,9 +233,7 @@ EPYC_HERE = Machine(topology(EPYC), None, 2**39, 2**39)
 
 def options_on_epyc(serve: dict[str, Any], **engine: Any) -> dict[str, Any]:
     """Of one model on two sockets of 64 cores."""
-    entry = model(engine=engine, serve=serve)
-    (configured,) = schema.parse({"models": [entry]}).models
-    return engine_options(configured, resolve([configured], EPYC_HERE)[0])
+    return engine_options_on(EPYC_HERE, model(engine=engine, serve=serve))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
 
 def resolved_on(here: Machine, serve: dict[str, Any] | None = None) -> ResolvedModel:
     entry = model(engine={}, serve=serve or {})
-    return resolve(schema.parse({"models": [entry]}).models, here)[0]
+    return resolve(schema.parse({"models": [entry]}), here)[0]
 
 
 def test_slots_and_memory_by_the_share() -> None:
@@ -294,17 +296,17 @@ def test_models_on_demand_share_places() -> None:
     engine = {"n_slots": 4, "n_ctx_slot": 256}
     entries = [model(id=name, engine=engine, keep_alive="1m30s") for name in "abc"]
     app = schema.parse({"models": entries})
-    alone = resolve(app.models[:1], HERE)
-    assert {one.num_cpus for one in resolve(app.models, HERE)} == {alone[0].num_cpus}
-    scaling = engine_options(app.models[0], alone[0])["autoscaling_config"]
+    (alone,) = resolve(schema.parse({"models": entries[:1]}), HERE)
+    assert {one.num_cpus for one in resolve(app, HERE)} == {alone.num_cpus}
+    scaling = engine_options(app.models[0], alone)["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (1, 1)
 
 
 def test_what_the_system_says_of_a_file_is_said_with_the_model() -> None:
     path = f"/tmp/{'x' * 300}.gguf"
-    (served,) = schema.parse({"models": [model(source={"path": path})]}).models
+    app = schema.parse({"models": [model(source={"path": path})]})
     with pytest.raises(ConfigError, match=r"models \(m\): .*File name too long"):
-        resolve([served])
+        resolve(app)
 
 
 def test_a_duration_that_is_none_is_refused() -> None:
@@ -317,12 +319,11 @@ def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
     projector.write_bytes(b"")
     os.truncate(projector, 2**33)  # all that the machine has
     free = model(engine={})
-    (alone,) = schema.parse({"models": [free]}).models
-    (seeing,) = schema.parse({"models": [free | {"projector": {"path": str(projector)}}]}).models
+    seeing = free | {"projector": {"path": str(projector)}}
     here = Machine(topology(((i,), 0) for i in range(2)), None, 2**33 + 2**31, 2**33 + 2**31)
-    without, beside = (resolve([one], here)[0] for one in (alone, seeing))
+    without, beside = (resolve(schema.parse({"models": [one]}), here)[0] for one in (free, seeing))
     eyes = ProjectorSource(builtin=True)
-    assert (without.projector, beside.projector) == (eyes, seeing.projector)
+    assert (without.projector, beside.projector) == (eyes, ProjectorSource(path=projector))
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
 
@@ -336,7 +337,7 @@ def test_a_projector_takes_of_the_models_memory(tmp_path: Path) -> None:
 def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> None:
     other = model(engine={}, projector=source, source={"path": str(BUILTIN_MODEL)})
     with pytest.raises(ConfigError, match=told):
-        resolve(schema.parse({"models": [other]}).models, HERE)
+        resolve(schema.parse({"models": [other]}), HERE)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_what_is_no_projector_is_refused(source: dict[str, Any], told: str) -> N
     ],
 )
 def test_the_builtin_model_sees_by_default(fields: dict[str, Any], sees: bool) -> None:
-    (resolved,) = resolve(schema.parse({"models": [model(**fields)]}).models, HERE)
+    (resolved,) = resolve(schema.parse({"models": [model(**fields)]}), HERE)
     assert resolved.projector == (ProjectorSource(builtin=True) if sees else None)
 
 
@@ -363,12 +364,10 @@ def draft_of(path: object) -> dict[str, Any]:
 
 
 def test_a_draft_takes_of_the_models_memory() -> None:
-    (free,) = schema.parse({"models": [model(engine={})]}).models
-    (drafted,) = schema.parse({"models": [model(engine=draft_of(BUILTIN_MODEL))]}).models
-    assert drafted.engine.draft is not None
+    entries = [model(engine={}), model(engine=draft_of(BUILTIN_MODEL))]
     here = Machine(topology(((i,), 0) for i in range(2)), None, 2**28, 2**28)
-    without, beside = (resolve([one], here)[0] for one in (free, drafted))
-    assert (without.draft, beside.draft) == (None, drafted.engine.draft.source)
+    without, beside = (resolve(schema.parse({"models": [one]}), here)[0] for one in entries)
+    assert (without.draft, beside.draft) == (None, ModelSource(path=BUILTIN_MODEL))
     assert beside.options.cache_ram_bytes < without.options.cache_ram_bytes
 
 
@@ -379,14 +378,14 @@ def test_a_head_is_refused_as_a_draft_and_as_a_model(kind: str, tmp_path: Path) 
     told = r"head\.gguf is (an EAGLE-3 head|a DFlash draft), which Corral does not support"
     for asked in ({"engine": draft_of(head)}, {"source": {"path": str(head)}}):
         with pytest.raises(ConfigError, match=told):
-            resolve(schema.parse({"models": [model(**asked)]}).models, HERE)
+            resolve(schema.parse({"models": [model(**asked)]}), HERE)
 
 
 def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
     path = tmp_path / "own.gguf"
     write_random(path)
     asked = model(source={"path": str(path)}, engine={"draft": {"own_layers": True}})
-    (resolved,) = resolve(schema.parse({"models": [asked]}).models, HERE)
+    (resolved,) = resolve(schema.parse({"models": [asked]}), HERE)
     assert resolved.options.own_layers
     assert resolved.draft is None
     # Keys and values of two heads of 32 numbers, and states of 64, of which each is four bytes.
@@ -396,7 +395,7 @@ def test_own_layers_are_of_the_models_file(tmp_path: Path) -> None:
 def test_a_model_without_own_layers_is_refused_at_the_start() -> None:
     asked = model(engine={"draft": {"own_layers": True}})
     with pytest.raises(ConfigError, match=r"own_layers: corral-demo-q8_0\.gguf has no prediction"):
-        resolve(schema.parse({"models": [asked]}).models, HERE)
+        resolve(schema.parse({"models": [asked]}), HERE)
 
 
 @pytest.mark.parametrize("draft", [{}, {"source": {"builtin": True}, "own_layers": True}])
@@ -407,7 +406,7 @@ def test_a_draft_is_one_thing(draft: dict[str, Any]) -> None:
 
 def test_a_draft_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"models \(m\): engine.draft: .*no file"):
-        resolve(schema.parse({"models": [model(engine=draft_of("/nowhere.gguf"))]}).models, HERE)
+        resolve(schema.parse({"models": [model(engine=draft_of("/nowhere.gguf"))]}), HERE)
 
 
 def test_a_draft_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -416,7 +415,7 @@ def test_a_draft_of_another_vocabulary_is_refused_at_the_start(tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"random\.gguf has another vocabulary: it has 512 tokens"
     ):
-        resolve(schema.parse({"models": [model(engine=draft_of(path))]}).models, HERE)
+        resolve(schema.parse({"models": [model(engine=draft_of(path))]}), HERE)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_options_that_corral_does_not_know_reach_serve() -> None:
     }
     app = schema.parse(args(serve, serve))
     check_serve(app)
-    (resolved,) = resolve(app.models)
+    (resolved,) = resolve(app)
     engine, ingress = engine_options(app.models[0], resolved), ingress_options(app.ingress)
     for options, num_cpus in ((engine, resolved.num_cpus), (ingress, 0)):
         assert options["max_queued_requests"] == 7

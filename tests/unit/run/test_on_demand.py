@@ -12,7 +12,7 @@ from serve_app.config.resolved import OnDemandSettings
 from serve_app.config.schema import parse, with_models
 from serve_app.run.placement import machine
 from serve_app.run.placement.machine import Machine
-from serve_app.run.resolving import resolve_all
+from serve_app.run.resolving import resolve
 from tests.unit.run.placement.machines import topology
 
 # Serve 2.60 wants to look back for longer than replicas take to tell their load. The policy needs the last
@@ -57,10 +57,11 @@ def test_models_with_a_process_each_reserve_what_those_take_that_are_loaded() ->
 
 def test_models_that_come_later_have_places_from_the_start() -> None:
     app = parse({"models": [entry("always", None)], "manage_models": True})
-    (always,) = resolve_all(app)
+    (always,) = resolve(app)
     assert always.num_cpus == 2
     for earlier in ([], [entry("earlier")]):
-        (later,) = resolve_all(with_models(app, [*earlier, entry("later")]), 1 + len(earlier))
+        added = with_models(app, [*earlier, entry("later")])
+        (later,) = resolve(added, n_resolved=len(added.models) - 1)
         assert (later.id, later.num_cpus) == ("later", 2)
         assert later.on_demand is not None
         assert later.on_demand.max_loaded == 1

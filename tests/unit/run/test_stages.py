@@ -10,7 +10,8 @@ import pytest
 
 from serve_app.app import build
 from serve_app.base.errors import ConfigError
-from serve_app.config.schema import ModelConfig, parse
+from serve_app.config.resolved import ResolvedModel
+from serve_app.config.schema import parse
 from serve_app.run import resolving
 from serve_app.run.placement.machine import Machine
 from serve_app.run.resolving import resolve
@@ -24,6 +25,10 @@ HERE = Machine(topology(((i,), 0) for i in range(8)), None, 2**34, 2**34)
 def entry(stages: int | str = 2, **more: Any) -> dict[str, Any]:
     engine = {"stages": stages, "threads": 1} | more.pop("engine", {})
     return {"id": "m", "source": {"builtin": True}, "engine": engine} | more
+
+
+def resolved(model: dict[str, Any]) -> ResolvedModel:
+    return resolve(parse({"models": [model]}), HERE)[0]
 
 
 def test_the_replicas_of_a_model_are_one_gang() -> None:
@@ -40,9 +45,7 @@ def test_the_replicas_of_a_model_are_one_gang() -> None:
 
 
 def test_each_replica_has_its_part_of_the_weights() -> None:
-    entries = [entry(stages, projector=False) for stages in (1, 3)]
-    configured = [ModelConfig.model_validate(one) for one in entries]
-    whole, part = (resolve([model], HERE)[0] for model in configured)
+    whole, part = (resolved(entry(stages, projector=False)) for stages in (1, 3))
     # What the weights leave of its part of the memory is a third of what they leave of all.
     assert part.options.cache_ram_bytes == whole.options.cache_ram_bytes // 3
     assert (whole.stages, part.stages) == (1, 3)
@@ -76,14 +79,13 @@ def test_auto_is_the_fewest_stages_that_the_smallest_node_has_room_for(
     """The built-in model has 5.5 MiB, and 2 MiB of cache for each engine."""
     monkeypatch.setattr(resolving, "_memory_of_nodes", lambda num_cpus: nodes)
     engine = {"n_slots": 4, "n_ctx_slot": 170}
-    configured = ModelConfig.model_validate(entry("auto", projector=None, engine=engine))
-    (model,) = resolve([configured], HERE)
+    model = resolved(entry("auto", projector=None, engine=engine))
     assert model.stages == stages
     assert model.options.backend == ("auto" if stages == 1 else "openvino")
     replicas = {"serve": {"num_replicas": 4}, "engine": engine}
     if stages == 3:
         with pytest.raises(ConfigError, match=r"auto \(3\) does not go with .* no multiple"):
-            resolve([ModelConfig.model_validate(entry("auto", **replicas))], HERE)
+            resolved(entry("auto", **replicas))
 
 
 def test_whole_gangs_are_added_and_removed() -> None:
@@ -95,6 +97,5 @@ def test_whole_gangs_are_added_and_removed() -> None:
 @pytest.mark.parametrize("stages", [1, 2, "auto"])
 def test_a_model_in_openvinos_exported_format_is_refused(tmp_path: Path, stages: int | str) -> None:
     source = {"source": {"path": str(tmp_path)}}
-    configured = ModelConfig.model_validate(entry(stages, projector=None) | source)
     with pytest.raises(ConfigError, match="is no GGUF file, and Corral serves no models in Open"):
-        resolve([configured], HERE)
+        resolved(entry(stages, projector=None) | source)

@@ -39,7 +39,7 @@ def model(here: Machine, num_cpus: float | None = None, **engine: Any) -> Resolv
         "engine": {"n_slots": 4, "n_ctx_slot": 256, **engine},
         "serve": {"ray_actor_options": {"num_cpus": num_cpus}},
     }
-    (resolved,) = resolve(schema.parse({"models": [entry]}).models, here)
+    (resolved,) = resolve(schema.parse({"models": [entry]}), here)
     return resolved
 
 
@@ -180,7 +180,7 @@ def two_models(here: Machine) -> list[ResolvedModel]:
         {"id": name, "source": {"builtin": True}, "engine": {"n_slots": 4, "n_ctx_slot": 256}}
         for name in ("a", "b")
     ]
-    return resolve(schema.parse({"models": entries}).models, here)
+    return resolve(schema.parse({"models": entries}), here)
 
 
 def test_two_models_have_all_cores_in_turns(here: Machine) -> None:

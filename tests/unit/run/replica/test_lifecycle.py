@@ -23,7 +23,7 @@ from serve_app.run.replica import loaded_model, on_demand
 from serve_app.run.replica.loaded_model import LoadedModel
 from serve_app.run.replica.on_demand import ModelLifecycle, OnDemandModel, Residency
 from serve_app.run.replica.place import ReplicaPlace
-from serve_app.run.resolving import resolve_all
+from serve_app.run.resolving import resolve
 
 Process = Callable[[str, int], Residency]
 
@@ -375,7 +375,7 @@ async def test_the_end_of_the_process_unloads_it(node: Node) -> None:
 
 def _model() -> ResolvedModel:
     app = parse({"models": [{"id": "m", "source": {"builtin": True}, "keep_alive": "1m"}]})
-    (model,) = resolve_all(app)
+    (model,) = resolve(app)
     return model
 
 
