@@ -16,18 +16,18 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2625,
+    "base": 2622,
     "channel": 1387,
     "config": 1394,
-    "kernels": 6829,
+    "kernels": 6782,
     "store": 1418,
-    "prompt": 5989,
-    "engine": 12289,
-    "server": 9900,
-    "apis": 10631,
-    "run": 5151,
+    "prompt": 5899,
+    "engine": 12_252,
+    "server": 9832,
+    "apis": 10_631,
+    "run": 5115,
     "cluster": 1691,
-    "cli": 3893,
+    "cli": 3833,
     "plugins": 1588,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own

@@ -116,8 +116,9 @@ def compile_model(
             _choose_rows(model)
         if cache_type != "f16" and computes_bf16():
             _narrow_attention(model)
-        executable = openvino.Core().compile_model(model, "CPU", settings(threads, cache_type))
-        return executable, frequencies
+        # A thread whose core another program has for a moment leaves its work to the other ones.
+        ways = settings(threads, cache_type) | {"TBB_PARTITIONER": "AUTO"}
+        return openvino.Core().compile_model(model, "CPU", ways), frequencies
     except RuntimeError as error:
         raise ConfigError(f"OpenVINO cannot compile {path}: {error}") from error
 
