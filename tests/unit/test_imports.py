@@ -28,7 +28,7 @@ BUDGETS = {
     "run": 5115,
     "cluster": 1691,
     "cli": 3833,
-    "plugins": 1588,
+    "plugins": 1571,
 }
 """The rooms from left to right, and the most lines of Python that each may have. A module imports its own
 room and rooms to its left. Raise a budget in the change that needs it, and say there what it buys."""
