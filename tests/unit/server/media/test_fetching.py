@@ -7,7 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +46,13 @@ class Site:
     port: int = 0
     answers: dict[str, bytes] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
+    open: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def url(self, path: str, host: str = "pictures.example") -> str:
         return f"http://{host}:{self.port}{path}"
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open.add(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.seen.append(head)
         path = head.split()[1]
@@ -61,6 +63,13 @@ class Site:
             await reader.read()
         writer.close()
 
+    async def close(self) -> None:
+        """End all connections: else the next collection of garbage finds some."""
+        for writer in self.open:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
 
 @asynccontextmanager
 async def site(**answers: bytes) -> AsyncIterator[Site]:
@@ -69,7 +78,10 @@ async def site(**answers: bytes) -> AsyncIterator[Site]:
     server = await asyncio.start_server(found.answer, HERE, 0)
     found.port = server.sockets[0].getsockname()[1]
     async with server:
-        yield found
+        try:
+            yield found
+        finally:
+            await found.close()
 
 
 class Names:
