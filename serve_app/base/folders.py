@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ def cache_folder() -> Path:
     """The folder where this user's programs keep what they could make again."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "corral"
+
+
+def search_path() -> str:
+    """The folders of this process's modules, as PYTHONPATH has them: for a program that needs the same."""
+    return os.pathsep.join(filter(None, sys.path))
 
 
 def sync(path: Path) -> None:

@@ -170,9 +170,9 @@ class ModelInfo(ModelEntry):
     @classmethod
     def left_out(cls, file: ModelFile, problem: str) -> Self:
         """A model whose file cannot be read. It has its names, so that requests learn the reason."""
-        problem_of_it = f"The model {file.id} is left out: {problem}"
-        logger.error("%s", problem_of_it)
-        tokenizer = cast(Tokenizer, _NoTokenizer(problem_of_it))
+        message = f"The model {file.id} is left out: {problem}"
+        logger.error("%s", message)
+        tokenizer = cast(Tokenizer, _NoTokenizer(message))
         return cls(**_entry(file, problem=problem), tokenizer=tokenizer)
 
     @classmethod

@@ -16,14 +16,14 @@ SOURCES = sorted(
     path for top in ("serve_app", "loadtests", "tools") for path in (ROOT / top).rglob("*.py")
 )
 BUDGETS = {
-    "base": 2622,
+    "base": 2629,
     "channel": 1387,
     "config": 1394,
-    "kernels": 6782,
+    "kernels": 6778,
     "store": 1418,
     "prompt": 5899,
     "engine": 12_252,
-    "server": 9832,
+    "server": 9835,
     "apis": 10_631,
     "run": 5115,
     "cluster": 1691,

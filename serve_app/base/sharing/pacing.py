@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from serve_app.base.folders import search_path
 from serve_app.base.sharing import turns
 
 logger = logging.getLogger("corral.engine")
@@ -49,7 +50,7 @@ def pace(pid: int | None = None) -> Iterator[None]:
     pacer = None
     if (path := turns.current().shared_file) is not None:
         command = [sys.executable, "-P", "-m", __name__, str(path), str(pid or os.getpid())]
-        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        paths = {"PYTHONPATH": search_path()}
         try:
             # What ends this process's group must not end it while this process is stopped.
             pacer = subprocess.Popen(

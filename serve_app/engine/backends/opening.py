@@ -65,9 +65,8 @@ def _convert(path: Path, plan: Plan, options: EngineOptions) -> None:
     # It gets the priority of this thread, which starts it.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
+        model = Model(path, vocab_only=True)
         for quantization in plan.openvino.quantizations if plan.openvino else ():
-            convert.converted_of(
-                Model(path, vocab_only=True), options.max_converted_bytes, quantization=quantization
-            )
+            convert.converted_of(model, options.max_converted_bytes, quantization=quantization)
     except (ConfigError, OSError) as error:
         logger.warning("%s", error)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from serve_app.base.errors import ConfigError, EngineFailedError
+from serve_app.base.folders import search_path
 from serve_app.channel.processes import end_with_parent
 
 # Seconds that a call may take: to convert a large model takes the most of it.
@@ -39,7 +40,7 @@ def apart(function: Callable[..., _Result], *arguments: object) -> _Result:
                 check=False,
                 env=os.environ
                 | {
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "PYTHONPATH": search_path(),
                     "GGML_NO_BACKTRACE": "1",  # one line says why llama.cpp ends the process
                 },
             )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serve_app.base.errors import ConfigError
-from serve_app.base.folders import GIB, PART, BoundedFolder, cache_folder, sync
+from serve_app.base.folders import GIB, PART, BoundedFolder, cache_folder, search_path, sync
 from serve_app.base.progress import Report, Stage, nowhere
 from serve_app.base.sharing.pacing import pace
 from serve_app.kernels.openvino.architectures import ARCHITECTURES
@@ -222,7 +222,7 @@ def _convert(
     numbers = part.index, part.n_parts, layers.start, layers.stop
     arguments = (folder, quantization, *numbers, *files)
     command = [sys.executable, "-m", __name__, *map(str, arguments)]
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = {"PYTHONPATH": search_path()}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(

@@ -26,6 +26,7 @@ from serve_app.base.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from serve_app.base.folders import search_path
 from serve_app.channel import processes
 from serve_app.channel.protocol import frame_body
 from serve_app.config.serve_options import RayServeOptions
@@ -194,9 +195,11 @@ class Zygote:
         with theirs:
             if models is None:
                 command = [sys.executable, "-m", fork_worker.__module__, str(theirs.fileno())]
-                path = os.pathsep.join(filter(None, sys.path))
                 # OpenBLAS's threads would not survive the forks.
-                environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+                environment = os.environ | {
+                    "PYTHONPATH": search_path(),
+                    "OPENBLAS_NUM_THREADS": "1",
+                }
                 started = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
                 self.pid, self._end = started.pid, [started.wait, started.kill]
             else:

@@ -421,8 +421,8 @@ def test_eight_bits_for_longer_groups_are_nearly_as_exact(
     rounded = opened(path, _W8A8)
     layers = rounded._context.layers
     assert isinstance(layers, PagedModel)
-    assert layers._request is not None
-    compiled = layers._request.get_compiled_model()
+    assert layers._requests
+    compiled = layers._requests[0][0].get_compiled_model()
     assert compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 128
     assert least < agreement(logits(rounded), theirs(path)) < 0.999999
 

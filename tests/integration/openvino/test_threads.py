@@ -37,7 +37,7 @@ def computed(options: EngineOptions) -> tuple[dict[int, set[int]], dict[str, obj
         backend.decode([(i + j, j, 0, True) for j in range(32)])
         backend.truncate(0, 0)
     busy = {one for one, ticks in cpu_ticks().items() if ticks > started.get(one, 0)} - before
-    compiled = backend._context.layers._request.get_compiled_model()  # type: ignore[attr-defined]
+    compiled = backend._context.layers._requests[0][0].get_compiled_model()  # type: ignore[attr-defined]
     names = ("INFERENCE_NUM_THREADS", "NUM_STREAMS", "ENABLE_CPU_PINNING")
     return (
         {one: os.sched_getaffinity(one) for one in busy},

@@ -92,12 +92,13 @@ class PagedModel:
         self._embeddings = embeddings
         self.weights_bytes = 0
         executable, self.frequencies = self._compile(path, options)
-        self._request: openvino.InferRequest | None = executable.create_infer_request()
-        self._weights = path.with_suffix(".bin")
+        request = executable.create_infer_request()
+        self._requests: list[tuple[openvino.InferRequest, Path]] = [(request, path)]
+        """Each has the graph of its weights; a second one is for few rows."""
         n_blocks = options.n_contexts * (options.n_blocks + options.n_text_blocks)
         try:
             self.caches = {
-                one.any_name: self._cache(self._request, one, n_blocks)
+                one.any_name: self._cache(request, one, n_blocks)
                 for one in executable.inputs
                 if one.any_name.startswith(compiling.CACHES)
             }
@@ -106,14 +107,13 @@ class PagedModel:
                 f"There is no memory for a KV cache of {n_blocks * BLOCK} tokens: lower engine.n_slots or "
                 "engine.n_ctx_slot."
             ) from None
-        self._few: openvino.InferRequest | None = None
         self._many_from = 0
         if few is not None:
             other, self._many_from = few
-            self._few = self._compile(other, options)[0].create_infer_request()
-            self._few_weights = other.with_suffix(".bin")
+            of_few = self._compile(other, options)[0].create_infer_request()
             for name in self.caches:
-                self._few.set_tensor(name, self._request.get_tensor(name))
+                of_few.set_tensor(name, request.get_tensor(name))
+            self._requests.append((of_few, other))
         self._inputs = {one.any_name for one in executable.inputs}
         self._is_last = compiling.SAMPLED in self._inputs
         self._kept: dict[int, NDArray[np.uint8]] = {}
@@ -175,11 +175,10 @@ class PagedModel:
     def _warm_up(self, values: Values) -> Values:
         """Compute the first pass. For it, the kernels put the weights into an order of their own, so the
         file's pages are not needed any more."""
-        if self._few is not None:
-            with compiling.forgetting(self._few_weights), pace():
-                self._infer(self._few, values)
-        with compiling.forgetting(self._weights), pace():
-            return self._infer(self._request, values)
+        for request, path in reversed(self._requests):
+            with compiling.forgetting(path.with_suffix(".bin")), pace():
+                computed = self._infer(request, values)
+        return computed
 
     def _compute(self, values: Values) -> Values:
         """Compute a pass: of tokens or hidden states, to hidden states, logits or vectors. First, blocks
@@ -188,13 +187,12 @@ class PagedModel:
             for cache in self.caches.values():
                 cache[target] = cache[source]
         self._refuse_cancelled("The pass was cancelled.")
-        if self._few is not None and values[compiling.SAMPLED].size:
-            is_few = len(values[TOKENS]) < self._many_from
-            return self._infer(self._few if is_few else self._request, values)
-        return self._infer(self._request, values)
+        first, *of_few = self._requests
+        if of_few and values[compiling.SAMPLED].size and len(values[TOKENS]) < self._many_from:
+            (first,) = of_few
+        return self._infer(first[0], values)
 
-    def _infer(self, request: openvino.InferRequest | None, values: Values) -> Values:
-        assert request is not None
+    def _infer(self, request: openvino.InferRequest, values: Values) -> Values:
         inputs = {name: array for name, array in values.items() if name in self._inputs}
         if self._embeddings is not None:
             inputs[EMBEDS] = self._embeddings.of(values[TOKENS])
@@ -221,16 +219,14 @@ class PagedModel:
         """Any thread: have every pass end early, or compute again with False."""
         if cancelled:
             self._cancelled.set()
-            for request in (self._request, self._few):
-                if request is not None:
-                    request.cancel()
+            for request, _ in self._requests:
+                request.cancel()
         else:
             self._cancelled.clear()
 
     def close(self) -> None:
         """Free the compiled model and the cache. Idempotent."""
-        self._request = self._few = None
-        self.caches, self._kept = {}, {}
+        self._requests, self.caches, self._kept = [], {}, {}
 
     def _fill(self, values: Values) -> Values:
         """Write zeros: memory that nobody wrote is a single page, and ones would make rows more alike."""
